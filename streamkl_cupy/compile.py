@@ -10,10 +10,13 @@ atomic rename, so any number of processes may start on an empty cache.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import importlib
 import os
 import re
 import secrets
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -37,6 +40,7 @@ _NOTE = re.compile(r"\bwarning\b|\(C\d{4}\)")
 _ERROR_AT = re.compile(r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?:catastrophic )?error", re.MULTILINE)
 _LINE_DIRECTIVE = re.compile(r'#line (\d+) "([^"]*)"')
 _UNNAMED = "kernel.cu"
+_CUPY_CACHE_DIR = "CUPY_CACHE_DIR"
 
 
 class Build(NamedTuple):
@@ -99,12 +103,9 @@ def build(source: str, arch: str, options: Sequence[str] = ()) -> Build:
             excerpt = _excerpt(source, log)
             raise CompilerError(f"NVRTC refused the kernel for {arch}: {error}\n{log}\n{excerpt}".rstrip()) from error
         log = nvrtc.getProgramLog(program).strip("\0 \n")
-        if arch.startswith("compute_"):
-            image = nvrtc.getPTX(program)
-        else:
-            # CuPy drops the last byte of what NVRTC returns (the end of a string, for PTX). An ELF image ends in a
-            # zero byte of its own, and a file without it is one byte short.
-            image = nvrtc.getCUBIN(program) + b"\0"
+        # CuPy drops the last byte of what NVRTC returns: right for the end of a string, so for PTX. An ELF image ends in
+        # a zero byte of its own, and a file without it is one byte short.
+        image = nvrtc.getPTX(program) if arch.startswith("compute_") else nvrtc.getCUBIN(program) + b"\0"
     finally:
         nvrtc.destroyProgram(program)
     return _report(image, log)
@@ -153,8 +154,7 @@ def load(source: str, symbol: str, arch: str, options: Sequence[str] = (), smem_
         DriverError: no usable GPU, or the driver refuses the image, the symbol or the shared memory.
     """
     nvrtc = _nvrtc()
-    import cupy
-
+    cupy = import_cupy()
     try:
         device = cupy.cuda.runtime.getDevice()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -171,8 +171,8 @@ def load(source: str, symbol: str, arch: str, options: Sequence[str] = (), smem_
             except cupy.cuda.driver.CUDADriverError as error:
                 capability = cupy.cuda.Device().compute_capability
                 raise DriverError(
-                    f"the driver refused kernel {symbol!r}, built for {arch}, with {smem_bytes} bytes of dynamic shared "
-                    f"memory on a GPU of compute capability {capability}: {error}"
+                    f"the driver refused kernel {symbol!r}, built for {arch}, with {smem_bytes} bytes of dynamic "
+                    f"shared memory on a GPU of compute capability {capability}: {error}"
                 ) from error
         kernel = _kernels.setdefault(memory_key, kernel)
     return kernel
@@ -190,15 +190,45 @@ def _file_of(image: Image) -> Iterator[Path]:
         yield path
 
 
+def import_cupy() -> Any:
+    """CuPy, also where the home folder cannot be written.
+
+    CuPy makes its own cache folder when it is imported and fails where it cannot. There it gets a temporary one, for
+    the life of the process, and the program one warning.
+
+    Raises:
+        CompilerError: CuPy is not installed, or cannot be imported.
+    """
+    if "cupy" not in sys.modules and _CUPY_CACHE_DIR not in os.environ:
+        try:
+            Path("~/.cupy/kernel_cache").expanduser().mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:
+            _warn_once(
+                f"the home folder cannot be written ({error}), so compiled kernels are not kept; "
+                f"set {settings.CACHE_DIR} and {_CUPY_CACHE_DIR} to folders that can be"
+            )
+            folder = tempfile.TemporaryDirectory(prefix="streamkl_cupy-", ignore_cleanup_errors=True)
+            atexit.register(folder.cleanup)
+            os.environ[_CUPY_CACHE_DIR] = folder.name
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        raise CompilerError(f"CuPy is missing, CUDA kernels cannot be compiled: {_INSTALL}\n{error}") from error
+    except OSError as error:
+        raise CompilerError(
+            f"CuPy cannot be imported, is {_CUPY_CACHE_DIR} a folder that can be written? {error}"
+        ) from error
+
+
 def _nvrtc() -> Any:
     """CuPy's NVRTC bindings, proven to have a library behind them."""
+    nvrtc = import_cupy().cuda.nvrtc
     try:
-        from cupy.cuda import nvrtc
-
         nvrtc.getVersion()
-    except (ImportError, OSError, RuntimeError) as error:
-        missing = "CuPy" if isinstance(error, ImportError) else "NVRTC, the run-time compiler of CUDA,"
-        raise CompilerError(f"{missing} is missing, CUDA kernels cannot be compiled: {_INSTALL}\n{error}") from error
+    except (OSError, RuntimeError) as error:
+        raise CompilerError(
+            f"NVRTC, the run-time compiler of CUDA, is missing, CUDA kernels cannot be compiled: {_INSTALL}\n{error}"
+        ) from error
     return nvrtc
 
 
@@ -225,7 +255,7 @@ def _store(folder: Path | None, key: str, image: bytes) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             partial.write_bytes(image)
-            os.replace(partial, path)
+            partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:

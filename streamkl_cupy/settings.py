@@ -2,7 +2,7 @@
 
 | variable | default | meaning |
 |---|---|---|
-| `STREAMKL_CACHE_DIR` | `~/.cache/streamkl_cupy` | folder of compiled kernels; safe to share between processes and to delete |
+| `STREAMKL_CACHE_DIR` | `~/.cache/streamkl_cupy` | folder of compiled kernels; may be shared, may be deleted |
 """
 
 from __future__ import annotations
