@@ -103,7 +103,7 @@ def build(source: str, arch: str, options: Sequence[str] = ()) -> Build:
             excerpt = _excerpt(source, log)
             raise CompilerError(f"NVRTC refused the kernel for {arch}: {error}\n{log}\n{excerpt}".rstrip()) from error
         log = nvrtc.getProgramLog(program).strip("\0 \n")
-        # CuPy drops the last byte of what NVRTC returns: right for the end of a string, so for PTX. An ELF image ends in
+        # CuPy drops the last byte of what NVRTC returns: right for a string, so for PTX. An ELF image ends in
         # a zero byte of its own, and a file without it is one byte short.
         image = nvrtc.getPTX(program) if arch.startswith("compute_") else nvrtc.getCUBIN(program) + b"\0"
     finally:

@@ -1,0 +1,89 @@
+"""The seams that keep an addition in one place. They rot by one word in a kernel, so the words are searched for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from streamkl_cupy.divergences import DIVERGENCES
+from streamkl_cupy.masks import MASKS
+from streamkl_cupy.source import cuda_root
+
+# The mask that hides nothing is an English word besides: kernels may use it, they may not include its file.
+NAMES = sorted({*MASKS, *DIVERGENCES} - {"none"})
+ROOT = cuda_root()
+PACKAGE = Path(__file__).parents[1] / "streamkl_cupy"
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.cu*"))
+
+
+def code_of(path: Path) -> str:
+    """The text without comments, which may name what they like."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def words_of(text: str) -> set[str]:
+    """Whole words and the parts of snake_case and CamelCase ones, in lower case."""
+    return {part.lower() for word in re.findall(r"\w+", text) for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", word)}
+
+
+def test_the_search_finds_a_planted_name(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.cu"
+    planted.write_text("// window, in a comment\nfor (;;) if (isCausalRow(x)) y = q_sliding[0];\n")
+    assert {"causal", "sliding"} <= words_of(code_of(planted))
+    assert "window" not in words_of(code_of(planted))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_and_tiles_do_not_know_the_name_of(name: str) -> None:
+    guilty = [name_of(path) for path in sources("kernels", "tile") if name in words_of(code_of(path))]
+    assert not guilty, f"{name!r} belongs to its registry and its header; found in {guilty}"
+
+
+def test_kernels_and_tiles_reach_masks_and_divergences_only_through_slots_and_interfaces() -> None:
+    allowed = {"masks/interface.cuh", "divergences/interface.cuh"}
+    for path in sources("kernels", "tile", "common", "ptx"):
+        included = set(re.findall(r'#\s*include\s*"([^"]+)"', code_of(path)))
+        direct = {file for file in included if file.startswith(("masks/", "divergences/"))} - allowed
+        assert not direct, f"{name_of(path)} includes {sorted(direct)}; use a slot"
+
+
+def test_assembly_is_only_in_the_ptx_folder() -> None:
+    found = [name_of(path) for path in sources(".") if re.search(r"\basm\b", code_of(path))]
+    assert [name for name in found if not name.startswith("ptx/")] == []
+    assert found, "no assembly at all: the search is broken"
+
+
+def test_no_source_needs_a_toolkit_header() -> None:
+    assert [name_of(path) for path in sources(".") if re.search(r"#\s*include\s*<", code_of(path))] == []
+
+
+@pytest.mark.parametrize("name", sorted(MASKS))
+def test_mask_has_its_header(name: str) -> None:
+    assert (ROOT / MASKS[name].header).is_file()
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGENCES))
+def test_divergence_has_its_header(name: str) -> None:
+    assert (ROOT / DIVERGENCES[name].header).is_file()
+
+
+def test_every_header_of_a_registry_folder_is_registered() -> None:
+    registered = {entry.header for registry in (MASKS, DIVERGENCES) for entry in registry.values()}
+    shared = {"masks/interface.cuh", "divergences/interface.cuh"}
+    assert {name_of(path) for path in sources("masks", "divergences")} - shared == registered
+
+
+def test_frameworks_are_imported_only_by_their_own_module() -> None:
+    pattern = re.compile(r"^\s*(?:import|from)\s+(torch|jax)\b", re.MULTILINE)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        imported = set(pattern.findall(path.read_text(encoding="utf-8")))
+        assert imported <= {path.stem}, f"{path.name} imports {sorted(imported)}"
