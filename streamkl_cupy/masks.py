@@ -91,7 +91,7 @@ MASKS: dict[str, Mask] = {
             name="causal",
             header="masks/causal.cuh",
             params=("q_offset",),
-            doc="row i sees keys j <= i + q_offset; q_offset is N - M unless given, which aligns the last row with the last key",
+            doc="row i sees keys j <= i + q_offset; unless given, N - M: the last row sees the last key",
             visible=_see_causal,
             key_range=_causal_keys,
             query_range=_causal_queries,

@@ -1,0 +1,430 @@
+"""The same tile streaming on the CPU, in NumPy: the embedded default for arrays that live there.
+
+A block is some query rows of some heads; it walks over the key axis in tiles small enough for the cache, so no M x N
+matrix ever exists. Per tile the work is two BLAS products and about ten in-place passes. Logits are held in base 2
+(the factor log2(e) rides on the scale of the query tile), because exp2 is the cheapest exponential NumPy has.
+
+Row state, with references r (a logit each row has seen), u = T - r_t and v = S - r_s:
+
+    l_t = sum 2^u     l_s = sum 2^v     A = sum 2^u (u - v)     KL = ln2 (A / l_t + log2(l_s / l_t))
+
+Memory beyond inputs and outputs is one block's scratch (a few MB). Key gradients of 16-bit inputs are summed in
+float32 before they are rounded, which adds the float32 key gradients of one group of heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import ArrayView, Gradients, Inputs, RowStats, Saved, host
+from .masks import MASKS
+from .problem import INPUT_NAMES, Problem, Side
+
+Array = NDArray[Any]
+LN2 = math.log(2.0)
+LOG2E = 1.0 / LN2
+
+QUERY_TILE, KEY_TILE = 256, 512
+BLOCK_ELEMENTS = QUERY_TILE * KEY_TILE
+LONGEST_KEY_TILE = 2048
+
+# A reference is replaced only when a logit exceeds it by this much (base 2), so most tiles move no row state. The
+# sums stay far from the float32 limit, and the last subtraction cancels at most this much.
+REFERENCE_SLACK = 8.0
+
+
+@dataclass(frozen=True)
+class NumPyPlan:
+    """How a problem is cut on the CPU: a block is `batches` x `heads` x `queries` rows and takes `keys` at a time."""
+
+    dtype: str
+    batches: int
+    heads: int
+    queries: int
+    keys: int
+    blocks: int
+    scratch_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"numpy {self.dtype}: {self.blocks} blocks of {self.batches} batches x {self.heads} heads x {self.queries} "
+            f"queries, {self.keys} keys at a time, {self.scratch_bytes / 2**20:.1f} MiB of scratch"
+        )
+
+
+def make_plan(problem: Problem) -> NumPyPlan:
+    """Cut a problem into blocks of about `BLOCK_ELEMENTS` scores; small heads are taken several at a time."""
+    m = max(min(problem.queries, QUERY_TILE), 1)
+    n = max(min(problem.keys, max(KEY_TILE, min(BLOCK_ELEMENTS // m, LONGEST_KEY_TILE))), 1)
+    width = problem.teacher.dim + problem.student.dim
+    heads = batches = 1
+    if problem.heads > 0:
+        # Whole groups of both sides, so that a block's query heads fold onto its key heads. Keys count too: with few
+        # query rows it is they that fill the cache.
+        unit = _group(problem)
+        room = BLOCK_ELEMENTS // max(m * n, n * width, 1)
+        heads = min(problem.heads, max(room // unit * unit, 1))
+        if heads == problem.heads:
+            batches = max(min(problem.batch, room // heads), 1)
+    rows = batches * heads * m
+    blocks = -(-problem.batch // batches) * -(-problem.heads // heads) * -(-problem.queries // m)
+    scratch = 3 * rows * n + 3 * rows * width + 2 * batches * heads * n * width
+    itemsize = np.dtype(problem.stat_dtype).itemsize
+    return NumPyPlan(problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize)
+
+
+def widen(x: Array, out: Array) -> Array:
+    """Copy `x` into the float32 or float64 array `out`; uint16 holds bfloat16 bits."""
+    if x.dtype != np.uint16:
+        np.copyto(out, x)
+    elif out.dtype == np.float32:
+        np.left_shift(x, 16, out=out.view(np.uint32), dtype=np.uint32)
+    else:
+        np.copyto(out, np.left_shift(x, 16, dtype=np.uint32).view(np.float32))
+    return out
+
+
+def narrow(x: Array, dtype: np.dtype[Any]) -> Array:
+    """`x` rounded to nearest even in `dtype`; uint16 stands for bfloat16 bits."""
+    if dtype != np.uint16:
+        return x.astype(dtype)
+    bits = x.astype(np.float32).view(np.uint32)
+    # Adding the last kept bit to half a unit rounds ties to even. A NaN must not be carried over into infinity.
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+def _group(problem: Problem) -> int:
+    return math.lcm(problem.teacher.group, problem.student.group)
+
+
+def _slices(stop: int, step: int, start: int = 0) -> Iterator[slice]:
+    for i in range(start, stop, step):
+        yield slice(i, min(i + step, stop))
+
+
+def _canonical(x: Array, layout: str, trailing: int) -> Array:
+    """A view in the order (batch, head, row[, column]) of an array in the caller's order."""
+    lead = x.ndim - trailing
+    if lead > 1 and layout == "bnhd":
+        x = x.swapaxes(lead - 2, lead - 1)
+    return x[(None,) * (3 - lead)]
+
+
+def _not_finite(x: Array) -> Array | None:
+    """(..., r, D) -> (..., r), which rows hold NaN or Inf; None, at the price of one sum, if there are none."""
+    if np.isfinite(x.sum()):
+        return None
+    bad: Array = np.asarray(~np.isfinite(x).all(axis=-1))
+    return bad if bad.any() else None
+
+
+class _Scratch:
+    """Buffers by name, handed out again and again in whatever shape a ragged tile needs."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self._buffers: dict[str, Array] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Array:
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._buffers[name] = np.empty(size, self.dtype)
+        return buffer[:size].reshape(shape)
+
+
+class _Block(NamedTuple):
+    """The rows of one block, as slices of the (batch, head, row) axes."""
+
+    b: slice
+    h: slice
+    q: slice
+
+
+class _Tile(NamedTuple):
+    """A stretch of keys, and the (m, n) visibility inside it: None where every row sees every key."""
+
+    k: slice
+    visible: Array | None
+
+
+class _Half:
+    """One of the two distributions inside one block: b batches, h query heads on hk key heads, m rows of width D."""
+
+    def __init__(self, name: str, side: Side, views: dict[str, Array], at: _Block, scratch: _Scratch) -> None:
+        self.name, self.scale, self.group, self.scratch = name, side.scale, side.group, scratch
+        self.key_heads = slice(at.h.start // side.group, (at.h.stop - 1) // side.group + 1)
+        self._all_keys = views[f"{name}_k"][at.b, self.key_heads]
+        rows = views[f"{name}_q"][at.b, at.h, at.q]
+        # A copy of m rows, scaled once here instead of every tile of logits.
+        self.q = widen(rows, scratch(f"{name}_q", rows.shape))
+        self.q *= side.scale * LOG2E
+        self.keys = self.q
+        self.bad_rows = _not_finite(self.q)
+
+    def _fold(self, x: Array) -> Array:
+        """(b, h, m, x) -> (b, hk, h / hk * m, x): the query heads of one key head become more rows of it."""
+        b, hk = self._all_keys.shape[:2]
+        return x.reshape(b, hk, x.shape[1] // hk * x.shape[2], x.shape[3])
+
+    def logits(self, tile: _Tile, buffer: str) -> Array:
+        """Read a tile of keys and return its base-2 logits (b, h, m, n), -inf where not visible."""
+        k: Array = self._all_keys[:, :, tile.k]
+        # BLAS takes rows at any distance, as long as a row itself is dense and of the working type.
+        if k.dtype != self.q.dtype or k.strides[-1] != k.itemsize or k.strides[-2] < k.itemsize * k.shape[-1]:
+            k = widen(k, self.scratch(f"{self.name}_k", k.shape))
+        self.keys = k
+        out = self.scratch(buffer, (*self.q.shape[:3], k.shape[2]))
+        np.matmul(self._fold(self.q), k.swapaxes(-1, -2), out=self._fold(out))
+        if tile.visible is not None:
+            np.copyto(out, -np.inf, where=~tile.visible)
+        return out
+
+    def clean(self, d_logits: Array, tile: _Tile) -> None:
+        """Keep NaN and Inf of the inputs where they belong before `d_logits` meets the inputs again.
+
+        In a product 0 x NaN is NaN, so a key that no row sees would still reach every row. Such operand rows become
+        0 here, and the pairs that do see them become NaN.
+        """
+        bad_keys = _not_finite(self.keys)
+        if self.bad_rows is None and bad_keys is None:
+            return
+        bad: Array = np.zeros(d_logits.shape, np.bool_)
+        if self.bad_rows is not None:
+            bad |= self.bad_rows[..., None]
+        if bad_keys is not None:
+            bad |= np.repeat(bad_keys, self.q.shape[1] // self.keys.shape[1], axis=1)[:, :, None, :]
+            self.keys = np.where(bad_keys[..., None], 0, self.keys)
+        d_logits[bad if tile.visible is None else bad & tile.visible] = np.nan
+
+    def weighted(self, weight: Array) -> Array:
+        """The scaled query rows times `weight` (b, h, m): what d_logits^T is multiplied by in a key gradient."""
+        out = np.multiply(self.q, weight[..., None], out=self.scratch(f"{self.name}_qw", self.q.shape))
+        if self.bad_rows is not None:
+            out[self.bad_rows] = 0
+        return out
+
+    def add_dq(self, total: Array, d_logits: Array) -> None:
+        """total (b, h, m, D) += d_logits K."""
+        product = self.scratch("product", total.shape)
+        np.matmul(self._fold(d_logits), self.keys, out=self._fold(product))
+        total += product
+
+    def add_dk(self, total: Array, d_logits: Array, weighted_q: Array) -> None:
+        """total (b, hk, n, D) += d_logits^T weighted_q."""
+        product = self.scratch("product", total.shape)
+        np.matmul(self._fold(d_logits).swapaxes(-1, -2), self._fold(weighted_q), out=product)
+        total += product
+
+
+class _State:
+    """Row state of one block: references, sums, and which rows have seen a key at all."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.r_t, self.r_s, self.l_t, self.l_s, self.A = np.zeros((5, *shape), dtype)
+        self.seen = np.zeros(shape, np.bool_)
+
+    def move(self, top_t: Array, top_s: Array, seen: Array) -> None:
+        """Move the references to a tile's largest logits where they lag too far behind or do not exist yet."""
+        fresh = seen & ~self.seen
+        # A NaN never compares larger; it reaches the sums through the logits themselves.
+        move_t = fresh | (top_t > self.r_t + REFERENCE_SLACK)
+        move_s = fresh | (top_s > self.r_s + REFERENCE_SLACK)
+        if move_t.any() or move_s.any():
+            d_t, d_s = np.where(move_t, top_t - self.r_t, 0), np.where(move_s, top_s - self.r_s, 0)
+            self.r_t += d_t
+            self.r_s += d_s
+            self.A = np.where(self.seen, np.exp2(-d_t) * (self.A - (d_t - d_s) * self.l_t), 0)
+            self.l_t = np.where(self.seen, np.exp2(-d_t) * self.l_t, 0)
+            self.l_s = np.where(self.seen, np.exp2(-d_s) * self.l_s, 0)
+        self.seen |= seen
+
+    def finish(self) -> tuple[Array, Array, Array]:
+        """KL in nats and both natural log-sum-exps; NaN for a row that saw NaN or Inf."""
+        kl = LN2 * (self.A / self.l_t + np.log2(self.l_s / self.l_t))
+        lse_t, lse_s = LN2 * self.r_t + np.log(self.l_t), LN2 * self.r_s + np.log(self.l_s)
+
+        def settled(x: Array, empty: float) -> Array:
+            return np.where(self.seen, np.where(np.isfinite(x), x, np.nan), empty)
+
+        return settled(kl, 0.0), settled(lse_t, -np.inf), settled(lse_s, -np.inf)
+
+
+class _Totals:
+    """Sums of one or more gradients: in the outputs themselves where these have the working type, else beside them."""
+
+    def __init__(self, outputs: dict[str, Array], dtype: np.dtype[Any]) -> None:
+        self._outputs = outputs
+        self._sums = {name: x if x.dtype == dtype else np.zeros(x.shape, dtype) for name, x in outputs.items()}
+
+    def __getitem__(self, name: str) -> Array:
+        return self._sums[name]
+
+    def store(self) -> None:
+        """Round into the outputs what was summed beside them."""
+        for name, x in self._outputs.items():
+            if self._sums[name] is not x:
+                x[...] = narrow(self._sums[name], x.dtype)
+
+
+class Runner:
+    """Runs one problem on CPU arrays; may be kept, and called again with other arrays of the same problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.plan = make_plan(problem)
+        self._dtype = np.dtype(self.plan.dtype)
+        self._mask = MASKS[problem.mask.name]
+
+    def warmup(self, wrt: Sequence[str] = ()) -> None:
+        """Nothing to compile or load here."""
+
+    def forward(self, inputs: Inputs, outputs: RowStats, stream: int = 0) -> None:
+        """Write KL and both log-sum-exps of every row."""
+        views = self._views(inputs)
+        rows = [self._rows(x) for x in outputs]
+        scratch = _Scratch(self._dtype)
+        with np.errstate(all="ignore"):
+            for b, h in self._groups():
+                for at in self._blocks(b, h):
+                    for out, x in zip(rows, self._block_forward(views, at, scratch), strict=True):
+                        out[at] = x
+
+    def backward(self, inputs: Inputs, saved: Saved, outputs: Gradients, stream: int = 0) -> None:
+        """Write every gradient that has an output, reading the logits once for all of them."""
+        views, grads = self._views(inputs), self._views(outputs)
+        rows = {name: self._rows(x) for name, x in zip(Saved._fields, saved, strict=True) if x is not None}
+        for x in grads.values():
+            x[...] = 0
+        scratch = _Scratch(self._dtype)
+        with np.errstate(all="ignore"):
+            for b, h in self._groups():
+                keys = {
+                    name: grads[name][b, slice(h.start // side.group, h.stop // side.group)]
+                    for name, side in (("teacher_k", self.problem.teacher), ("student_k", self.problem.student))
+                    if name in grads
+                }
+                totals = _Totals(keys, self._dtype)
+                for at in self._blocks(b, h):
+                    self._block_backward(views, rows, grads, totals, h.start, at, scratch)
+                totals.store()
+
+    def _views(self, arrays: Inputs | Gradients) -> dict[str, Array]:
+        layout = self.problem.layout
+        return {
+            name: _canonical(host(x), layout, 1) for name, x in zip(INPUT_NAMES, arrays, strict=True) if x is not None
+        }
+
+    def _rows(self, x: ArrayView) -> Array:
+        return _canonical(host(x), self.problem.layout, 0)
+
+    def _groups(self) -> Iterator[tuple[slice, slice]]:
+        """Batches and heads that share nothing with others: whole key heads of both sides."""
+        p = self.problem
+        if p.batch * p.heads * p.queries > 0:
+            for b in _slices(p.batch, self.plan.batches):
+                for h in _slices(p.heads, max(self.plan.heads, _group(p))):
+                    yield b, h
+
+    def _blocks(self, b: slice, h: slice) -> Iterator[_Block]:
+        for heads in _slices(h.stop, self.plan.heads, h.start):
+            for q in _slices(self.problem.queries, self.plan.queries):
+                yield _Block(b, heads, q)
+
+    def _tiles(self, at: _Block) -> Iterator[_Tile]:
+        p, q0, q1 = self.problem, at.q.start, at.q.stop
+        k0, k1 = self._mask.key_range(p.mask, q0, q1, p.queries, p.keys)
+        for k in _slices(k1, self.plan.keys, k0):
+            if self._mask.full(p.mask, q0, q1, k.start, k.stop):
+                yield _Tile(k, None)
+            else:
+                rows, keys = np.arange(q0, q1)[:, None], np.arange(k.start, k.stop)[None, :]
+                yield _Tile(k, self._mask.visible(p.mask, rows, keys))
+
+    def _halves(self, views: dict[str, Array], at: _Block, scratch: _Scratch) -> tuple[_Half, _Half]:
+        p = self.problem
+        return _Half("teacher", p.teacher, views, at, scratch), _Half("student", p.student, views, at, scratch)
+
+    def _block_forward(self, views: dict[str, Array], at: _Block, scratch: _Scratch) -> tuple[Array, Array, Array]:
+        teacher, student = self._halves(views, at, scratch)
+        state = _State(teacher.q.shape[:3], self._dtype)
+        for tile in self._tiles(at):
+            u, v = teacher.logits(tile, "u"), student.logits(tile, "v")
+            state.move(u.max(axis=-1), v.max(axis=-1), np.asarray(tile.visible is None or tile.visible.any(axis=-1)))
+            u -= state.r_t[..., None]
+            v -= state.r_s[..., None]
+            difference = np.subtract(u, v, out=scratch("difference", u.shape))
+            if tile.visible is not None:
+                np.copyto(difference, 0, where=~tile.visible)
+            np.exp2(u, out=u)
+            np.exp2(v, out=v)
+            # A product with a column of ones is BLAS's way to sum rows, twice as fast as sum().
+            ones = np.ones((u.shape[3], 1), self._dtype)
+            state.A += np.vecdot(u, difference)
+            state.l_t += np.matmul(u, ones)[..., 0]
+            state.l_s += np.matmul(v, ones)[..., 0]
+        return state.finish()
+
+    def _block_backward(
+        self,
+        views: dict[str, Array],
+        rows: dict[str, Array],
+        grads: dict[str, Array],
+        key_totals: _Totals,
+        first_head: int,
+        at: _Block,
+        scratch: _Scratch,
+    ) -> None:
+        halves = self._halves(views, at, scratch)
+        teacher, student = halves
+        wanted = [half for half in halves if f"{half.name}_q" in grads or f"{half.name}_k" in grads]
+        saved = {name: x[at].astype(self._dtype) for name, x in rows.items()}
+        if teacher in wanted and "kl" not in saved:
+            saved["kl"] = self._block_forward(views, at, scratch)[0]
+        # -inf marks a row without keys: not a number to subtract, and the row weighs nothing whatever memory holds.
+        empty = np.isneginf(saved["teacher_lse"])
+        lse_t, lse_s = (np.where(empty, 0, saved[x])[..., None] * LOG2E for x in ("teacher_lse", "student_lse"))
+        kl = saved["kl"][..., None] * LOG2E if teacher in wanted else lse_t
+        # The upstream gradient weighs whole rows, so it multiplies the m x D side of each product, not the m x n one.
+        # The teacher's logit gradient below is in base 2 (one ln 2), and scaled query rows hold c log2(e) where the
+        # key gradient has c (another).
+        weight = {half.name: np.where(empty, 0, saved["grad"]) for half in wanted}
+        if teacher in wanted:
+            weight["teacher"] = weight["teacher"] * LN2
+        dq = {half.name: np.zeros(half.q.shape, self._dtype) for half in wanted if f"{half.name}_q" in grads}
+        weighted_q = {half.name: half.weighted(weight[half.name] * LN2) for half in wanted if f"{half.name}_k" in grads}
+        for tile in self._tiles(at):
+            u, v = teacher.logits(tile, "u"), student.logits(tile, "v")
+            u -= lse_t
+            v -= lse_s
+            d_logits = {"student": v}
+            if teacher in wanted:
+                d_logits["teacher"] = d = np.subtract(u, v, out=scratch("difference", u.shape))
+                d -= kl
+                if tile.visible is not None:
+                    np.copyto(d, 0, where=~tile.visible)
+            np.exp2(u, out=u)
+            if teacher in wanted:
+                d_logits["teacher"] *= u
+            if student in wanted:
+                np.exp2(v, out=v)
+                v -= u
+            for half in wanted:
+                half.clean(d_logits[half.name], tile)
+                if half.name in dq:
+                    half.add_dq(dq[half.name], d_logits[half.name])
+                if half.name in weighted_q:
+                    heads = slice(half.key_heads.start - first_head // half.group, None)
+                    total = key_totals[f"{half.name}_k"][:, heads][:, : half.keys.shape[1], tile.k]
+                    half.add_dk(total, d_logits[half.name], weighted_q[half.name])
+        for half in wanted:
+            if half.name in dq:
+                out = grads[f"{half.name}_q"]
+                out[at] = narrow(dq[half.name] * (weight[half.name] * half.scale)[..., None], out.dtype)
