@@ -1,0 +1,25 @@
+# The commands to remember. PYTHON names another interpreter.
+PYTHON ?= python
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: check test-cpu test-gpu sanitize bench
+
+check: ## lint, format, types
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+test-cpu: ## everything a machine without a GPU can prove, compiling included
+	$(PYTHON) -m pytest -m "not gpu"
+
+test-gpu: ## the rest, on the GPU at hand
+	$(PYTHON) -m pytest -m gpu
+
+# memcheck finds accesses out of bounds, racecheck missing barriers, synccheck divergent ones.
+sanitize: ## the GPU tests under compute-sanitizer, of the CUDA toolkit
+	for tool in memcheck racecheck synccheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -m gpu -x || exit 1; \
+	done
+
+bench: ## time this package on the GPU at hand
+	$(PYTHON) -m streamkl_cupy bench
