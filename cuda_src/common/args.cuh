@@ -1,0 +1,43 @@
+// What the host passes: one struct by value per kernel. launch.py packs the same fields in the same order and
+// compile-time asserts in the kernels compare the sizes. Strides are 64-bit and counted in elements.
+#pragma once
+#include "common/types.cuh"
+
+struct Tensor4 {  // (B, H, rows, D) through strides, whatever the caller's layout
+    u64 pointer;
+    i64 batch, head, row, column;
+};
+
+struct Tensor3 {  // (B, H, M) row vector through strides
+    u64 pointer;
+    i64 batch, head, row;
+    __device__ float* at(int b, int h) const { return reinterpret_cast<float*>(pointer) + b * batch + h * head; }
+};
+
+struct Extents {
+    int heads, queries, keys;       // H, M, N
+    int teacher_group, student_group;  // query heads that read one key head
+    int tiles;                      // row tiles of this launch per head
+    i64 mask[4];                    // the mask's own integers, in the registry's order
+};
+
+struct Inputs {
+    Tensor4 teacher_q, teacher_k, student_q, student_k;
+};
+
+struct ForwardArgs {
+    Inputs in;
+    Tensor3 value, teacher_lse, student_lse;  // outputs, nats
+    Extents n;
+    float teacher_scale, student_scale;    // times log2(e): kernels work in base 2
+};
+
+struct GradientArgs {
+    Inputs in;
+    Tensor3 grad, teacher_lse, student_lse, value;  // per row: upstream gradient and what the forward saved, nats
+    Tensor4 out;                                 // gradient of one input
+    Extents n;
+    float teacher_scale, student_scale;          // times log2(e)
+    float out_scale;                             // the plain scale of the side being differentiated
+    int reserved;
+};

@@ -1,0 +1,16 @@
+// The generated prologue's macros as typed constants. Everything the host injects is asserted here or where it is used.
+#pragma once
+#include "common/types.cuh"
+
+enum ElementCode { kBf16 = 0, kF16 = 1, kF32 = 2 };
+
+constexpr int kRows = SKL_ROWS;              // rows of the stationary tile (one block of threads)
+constexpr int kColumns = SKL_COLUMNS;        // rows of each streamed tile: the columns of the score tile
+constexpr int kWarps = SKL_WARPS;
+constexpr int kWarpTiles = SKL_WARP_TILES;   // 16-row matrix tiles per warp
+constexpr int kStages = SKL_STAGES;          // streamed tiles in flight
+constexpr int kThreads = kWarps * 32;
+
+static_assert(kRows == kWarps * kWarpTiles * 16, "plan: rows must be warps x warp_tiles x 16");
+static_assert(kColumns % 16 == 0, "plan: columns must be a multiple of 16, the depth of one matrix product");
+static_assert(kStages >= 1, "plan: stages");

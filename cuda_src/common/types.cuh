@@ -1,0 +1,16 @@
+// Integer names used everywhere; no CUDA header is needed or included.
+#pragma once
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// A half-open interval of rows, keys or tiles.
+struct Range {
+    int begin, end;
+    __device__ bool contains(int i) const { return i >= begin && i < end; }
+    __device__ bool empty() const { return end <= begin; }
+};
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }

@@ -1,0 +1,22 @@
+// What a divergence must offer in its own header; a kernel includes exactly one.
+//
+//   struct RowState            partial sums of one row over some of its keys, associative:
+//     start()                  no key seen yet
+//     absorb(t, s, ct, cs)     adds keys: t[i], s[i] for i < kCount, logits in base 2 after scaling by ct, cs.
+//                              A pair at kMasked (with scales 1) counts for nothing.
+//     merge(other)             joins two states over disjoint keys
+//     shuffle(mask)            the state of the lane `mask` away
+//     finish(value, lse_t, lse_s) value of the row and the two natural log-sum-exps; a row without keys gives 0, -inf, -inf
+//
+//   struct LogitGradient<side> derivative of a row's value by one logit, up to a constant:
+//     kFactor                  that constant
+//     kNeedsValue              whether the row's value is read
+//     evaluate(x, y, value)    from x = log2 P, y = log2 Q of the key and the row's value in base 2
+//     bound(value)             an upper bound of |evaluate| over the keys of the row, for element types of narrow exponent
+#pragma once
+#include "common/math.cuh"
+
+enum Side { kTeacher = 0, kStudent = 1 };
+
+constexpr float kUnseen = -1e30f;  // a reference before any key: far below logits, far above kMasked
+constexpr float kMasked = -2e30f;  // a logit that must not count; finite, so that differences of two stay numbers

@@ -1,0 +1,104 @@
+// KL(P || Q) = sum_j P_j (log P_j - log Q_j), P = softmax of the teacher's logits, Q of the student's.
+//
+// Per row, in base 2, with references r_t, r_s (logits that occurred) and u = T - r_t, v = S - r_s:
+//     l_t = sum 2^u     l_s = sum 2^v     A = sum 2^u (u - v)     KL = ln 2 (A / l_t + log2(l_s / l_t))
+// The references cancel, so nothing large is subtracted. Moving them by (d_t, d_s):
+//     A <- 2^-d_t (A - (d_t - d_s) l_t)     l_t <- 2^-d_t l_t     l_s <- 2^-d_s l_s
+// which also merges two states. No running maximum is kept: a reference moves only when a sum leaves the safe range.
+#pragma once
+#include "divergences/interface.cuh"
+
+struct RowState {
+    float r_t, r_s, l_t, l_s, a;
+
+    __device__ void start() {
+        r_t = r_s = kUnseen;
+        l_t = l_s = a = 0.f;
+    }
+
+    __device__ void move_references(float to_t, float to_s) {
+        const float d_t = to_t - r_t, d_s = to_s - r_s, shrink = exp2_approx(-d_t);
+        a = shrink * (a - (d_t - d_s) * l_t);
+        l_t *= shrink;
+        l_s *= exp2_approx(-d_s);
+        r_t = to_t;
+        r_s = to_s;
+    }
+
+    // 2^60 per call leaves 2^67 calls before float overflows; a NaN fails the comparison and stays a NaN.
+    template <class Row>
+    __device__ void absorb(const Row t, const Row s, float ct, float cs) {
+        constexpr float safe = 1.152921504606847e18f;
+        for (bool moved = false;; moved = true) {
+            float sum_t = 0.f, sum_s = 0.f, sum_a = 0.f;
+#pragma unroll
+            for (int i = 0; i < Row::kCount; ++i) {
+                const float u = fmaf(t[i], ct, -r_t), v = fmaf(s[i], cs, -r_s);
+                const float p = exp2_approx(u);
+                sum_t += p;
+                sum_s += exp2_approx(v);
+                sum_a = fmaf(p, u - v, sum_a);
+            }
+            if (moved || (sum_t < safe && sum_s < safe)) {
+                l_t += sum_t;
+                l_s += sum_s;
+                a += sum_a;
+                return;
+            }
+            float to_t = r_t, to_s = r_s;
+#pragma unroll
+            for (int i = 0; i < Row::kCount; ++i) {
+                to_t = fmaxf(to_t, t[i] * ct);
+                to_s = fmaxf(to_s, s[i] * cs);
+            }
+            move_references(to_t, to_s);
+        }
+    }
+
+    __device__ void merge(RowState other) {
+        const float to_t = fmaxf(r_t, other.r_t), to_s = fmaxf(r_s, other.r_s);
+        move_references(to_t, to_s);
+        other.move_references(to_t, to_s);
+        l_t += other.l_t;
+        l_s += other.l_s;
+        a += other.a;
+    }
+
+    __device__ RowState shuffle(int mask) const {
+        return {__shfl_xor_sync(~0u, r_t, mask), __shfl_xor_sync(~0u, r_s, mask), __shfl_xor_sync(~0u, l_t, mask),
+                __shfl_xor_sync(~0u, l_s, mask), __shfl_xor_sync(~0u, a, mask)};
+    }
+
+    __device__ void finish(float& kl, float& lse_t, float& lse_s) const {
+        if (r_t == kUnseen && l_t == 0.f && l_s == 0.f && a == 0.f) {
+            kl = 0.f;
+            lse_t = lse_s = -infinity();
+            return;
+        }
+        const float value = kLn2 * (a / l_t + log2f(l_s / l_t));
+        kl = is_finite(value) ? value : not_a_number();  // an infinity can only come from an infinite or NaN input
+        lse_t = kLn2 * (r_t + log2f(l_t));
+        lse_s = kLn2 * (r_s + log2f(l_s));
+    }
+};
+
+template <int SIDE>
+struct LogitGradient;
+
+// dKL/dS_j = Q_j - P_j
+template <>
+struct LogitGradient<kStudent> {
+    static constexpr float kFactor = 1.f;
+    static constexpr bool kNeedsValue = false;
+    __device__ static float evaluate(float x, float y, float) { return exp2_approx(y) - exp2_approx(x); }
+    __device__ static float bound(float) { return 1.f; }
+};
+
+// dKL/dT_j = P_j (log P_j - log Q_j - KL). P (log2 P - log2 Q) is above -1, and its positive part sums to at most KL + 1.
+template <>
+struct LogitGradient<kTeacher> {
+    static constexpr float kFactor = kLn2;
+    static constexpr bool kNeedsValue = true;
+    __device__ static float evaluate(float x, float y, float value) { return exp2_approx(x) * (x - y - value); }
+    __device__ static float bound(float value) { return 2.f * fabsf(value) + 2.f; }
+};

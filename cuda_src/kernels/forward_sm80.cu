@@ -1,0 +1,138 @@
+// Forward: the divergence of every row and its two log-sum-exps, one pass over the keys, no score ever stored.
+//
+//   block    kRows query rows of one head; kWarps warps with kWarpTiles x 16 rows each, independent of one another
+//   stream   tiles of kColumns keys of both sides, kStages in flight (cp.async)
+//   per tile T = Q_t K_t^T and S = Q_s K_s^T in registers, then the row states absorb them; every lane keeps a state
+//            of its own for each of its rows (the states are associative), and the four lanes of a row merge at the end
+//
+// Needs sm_80: cp.async, ldmatrix, mma.sync. One __syncthreads per tile: it says both that tile i has arrived and that
+// everybody is done with the buffer that is filled next.
+#include "common/args.cuh"
+#include "common/config.cuh"
+#include "common/math.cuh"
+#include "tile/load.cuh"
+#include "tile/scores.cuh"
+#include "tile/schedule.cuh"
+#include "@mask"
+#include "@divergence"
+
+using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
+using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
+
+constexpr int kTiles = kColumns / 8;
+constexpr int kQueryBytes = TeacherTile::bytes(kRows) + StudentTile::bytes(kRows);
+constexpr int kStageBytes = TeacherTile::bytes(kColumns) + StudentTile::bytes(kColumns);
+
+static_assert(sizeof(ForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and ForwardArgs differ");
+static_assert(kQueryBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
+
+// One tile's logits into the row states; with MASKED the pairs that are not visible are put out of the way first.
+template <bool MASKED>
+__device__ inline void absorb(RowState (&state)[kWarpTiles][2], Strip<kTiles>& t, Strip<kTiles>& s, const Mask& mask, int row,
+                              int column, float ct, float cs) {
+    if constexpr (MASKED) {
+#pragma unroll
+        for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const bool visible = mask.visible(row + 16 * m + (e >> 1) * 8, column + 8 * n + (e & 1));
+                    t[m][n][e] = visible ? t[m][n][e] * ct : kMasked;
+                    s[m][n][e] = visible ? s[m][n][e] * cs : kMasked;
+                }
+        ct = cs = 1.f;
+    }
+#pragma unroll
+    for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            state[m][half].absorb(FragmentRow<kTiles>{t[m], half}, FragmentRow<kTiles>{s[m], half}, ct, cs);
+    __syncwarp();  // lanes whose references moved took longer; the matrix instructions want all of them
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ ForwardArgs args) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const Extents& n = args.n;
+    const Block block = block_of(n.heads, n.tiles, true);
+    const Mask mask(n);
+
+    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, n.queries);
+    const Range keys = mask.keys_of(first_row, end_row);
+    const int first_tile = keys.begin / kColumns, tiles = keys.empty() ? 0 : ceil_div(keys.end, kColumns) - first_tile;
+
+    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const TeacherTile tq{base};
+    const StudentTile sq{base + TeacherTile::bytes(kRows)};
+    const auto teacher_keys = [&](int stage) { return TeacherTile{base + kQueryBytes + stage * kStageBytes}; };
+    const auto student_keys = [&](int stage) { return StudentTile{base + kQueryBytes + stage * kStageBytes + TeacherTile::bytes(kColumns)}; };
+
+    const HeadView tk_view = head_view<TeacherTile>(args.in.teacher_k, block.batch, block.head / n.teacher_group);
+    const HeadView sk_view = head_view<StudentTile>(args.in.student_k, block.batch, block.head / n.student_group);
+    const auto fetch = [&](int i) {
+        const int key = (first_tile + i) * kColumns, stage = i % kStages;
+        load_rows<kColumns, SKL_TK_VECTOR>(teacher_keys(stage), tk_view, key, keys);
+        load_rows<kColumns, SKL_SK_VECTOR>(student_keys(stage), sk_view, key, keys);
+    };
+
+    const Range rows{first_row, end_row};
+    load_rows<kRows, SKL_TQ_VECTOR>(tq, head_view<TeacherTile>(args.in.teacher_q, block.batch, block.head), first_row, rows);
+    load_rows<kRows, SKL_SQ_VECTOR>(sq, head_view<StudentTile>(args.in.student_q, block.batch, block.head), first_row, rows);
+    cp_async_commit();
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+        if (i < tiles) fetch(i);
+        cp_async_commit();
+    }
+
+    const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
+    const int row = first_row + warp_row + lane / 4;
+    RowState state[kWarpTiles][2];
+#pragma unroll
+    for (int m = 0; m < kWarpTiles; ++m) state[m][0].start(), state[m][1].start();
+
+    Stationary<TeacherTile, SKL_RESIDENT> q_t;
+    Stationary<StudentTile, SKL_RESIDENT> q_s;
+    cp_async_wait<kStages - 1>();
+    __syncthreads();
+    q_t.fill(tq, warp_row);
+    q_s.fill(sq, warp_row);
+
+    for (int i = 0; i < tiles; ++i) {
+        if constexpr (kStages == 1) {
+            __syncthreads();
+            fetch(i);
+            cp_async_commit();
+            cp_async_wait<0>();
+            __syncthreads();
+        } else {
+            cp_async_wait<kStages - 2>();
+            __syncthreads();
+            if (i + kStages - 1 < tiles) fetch(i + kStages - 1);
+            cp_async_commit();
+        }
+        const int key = (first_tile + i) * kColumns, stage = i % kStages;
+        Strip<kTiles> t, s;
+        scores<kTiles>(t, q_t, teacher_keys(stage));
+        scores<kTiles>(s, q_s, student_keys(stage));
+        if (mask.full(first_row, end_row, key, key + kColumns))
+            absorb<false>(state, t, s, mask, row, key + 2 * (lane & 3), args.teacher_scale, args.student_scale);
+        else
+            absorb<true>(state, t, s, mask, row, key + 2 * (lane & 3), args.teacher_scale, args.student_scale);
+    }
+
+    float* const value = args.value.at(block.batch, block.head);
+    float* const lse_t = args.teacher_lse.at(block.batch, block.head);
+    float* const lse_s = args.student_lse.at(block.batch, block.head);
+#pragma unroll
+    for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            RowState& x = state[m][half];
+            x.merge(x.shuffle(1));
+            x.merge(x.shuffle(2));
+            const int r = row + 16 * m + 8 * half;
+            if ((lane & 3) == 0 && r < n.queries)
+                x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
+        }
+}

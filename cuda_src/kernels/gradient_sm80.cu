@@ -1,0 +1,283 @@
+// Backward: the gradient of one of the four inputs. The same loop serves all of them: a block owns kRows rows of the
+// operand it differentiates and streams the rows of the other one, recomputing both score tiles from the saved
+// log-sum-exps. With X the logits of the differentiated side, dX = g * dvalue/dX and
+//
+//   stationary queries:  dQ = c  dX K       dX has queries as rows; g is a row factor and waits for the epilogue
+//   stationary keys:     dK = c  dX^T Q     dX^T has keys as rows; the query heads that share a key head are summed here
+//
+//   per tile: T and S in registers, dX in place, packed as operand A, times the streamed tile read transposed
+//
+// No atomics and no workspace: each output element has one owner and a fixed order of addition. An element type of narrow
+// exponent gets dX scaled by powers of two that the epilogue takes back: per row when the rows are queries, and per tile
+// with a running exponent when they are streamed.
+#include "common/args.cuh"
+#include "common/config.cuh"
+#include "common/math.cuh"
+#include "tile/load.cuh"
+#include "tile/scores.cuh"
+#include "tile/schedule.cuh"
+#include "@mask"
+#include "@divergence"
+
+using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
+using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
+
+constexpr int kSide = SKL_GRAD_SIDE;
+constexpr bool kRowsAreQueries = SKL_ROWS_ARE_QUERIES;
+using Logit = LogitGradient<kSide>;
+
+template <int SIDE> struct OfSide;
+template <> struct OfSide<kTeacher> { using Tile = TeacherTile; };
+template <> struct OfSide<kStudent> { using Tile = StudentTile; };
+using OutTile = OfSide<kSide>::Tile;
+using OutElement = OutTile::E;
+
+constexpr int kTiles = kColumns / 8;
+constexpr int kOutTiles = OutTile::kDepth / 8;
+constexpr int kRowBytes = TeacherTile::bytes(kRows) + StudentTile::bytes(kRows);
+constexpr int kTileBytes = TeacherTile::bytes(kColumns) + StudentTile::bytes(kColumns);
+constexpr int kVectors = kRowsAreQueries ? 0 : Logit::kNeedsValue ? 4 : 3;  // per streamed query: two LSEs, g, the value
+constexpr int kStageBytes = kTileBytes + kVectors * kColumns * 4;
+constexpr int kTopExponent = 14;  // scaled gradients of a narrow type stay below 2^15, half of its largest number
+
+static_assert(sizeof(GradientArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and GradientArgs differ");
+static_assert(kRowBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
+
+// What one query row contributes to its logits' gradients, in base 2.
+struct RowTerms {
+    float lse_t, lse_s;  // base 2
+    float weight;        // factor on the logit gradient
+    float value;         // base 2
+};
+
+// One row's saved statistics from global memory.
+__device__ inline RowTerms read_terms(const GradientArgs& args, int b, int h, int q) {
+    RowTerms x;
+    x.lse_t = kLog2e * args.teacher_lse.at(b, h)[q * args.teacher_lse.row];
+    x.lse_s = kLog2e * args.student_lse.at(b, h)[q * args.student_lse.row];
+    x.weight = args.grad.at(b, h)[q * args.grad.row];
+    x.value = Logit::kNeedsValue ? kLog2e * args.value.at(b, h)[q * args.value.row] : 0.f;
+    return x;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_gradient(const __grid_constant__ GradientArgs args) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    const Extents& n = args.n;
+    const int out_group = kSide == kTeacher ? n.teacher_group : n.student_group;
+    const int heads_per_block = kRowsAreQueries ? 1 : out_group;  // query heads summed into one output head
+    const Block block = block_of(n.heads / heads_per_block, n.tiles, kRowsAreQueries);
+    const Mask mask(n);
+
+    const int row_count = kRowsAreQueries ? n.queries : n.keys;
+    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, row_count);
+    const Range columns = kRowsAreQueries ? mask.keys_of(first_row, end_row) : mask.queries_of(first_row, end_row);
+    const int first_tile = columns.begin / kColumns, tiles = columns.empty() ? 0 : ceil_div(columns.end, kColumns) - first_tile;
+
+    const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
+    const TeacherTile rows_t{base};
+    const StudentTile rows_s{base + TeacherTile::bytes(kRows)};
+    const auto stage_base = [&](int i) { return base + kRowBytes + (i % kStages) * kStageBytes; };
+    const auto columns_t = [&](int i) { return TeacherTile{stage_base(i)}; };
+    const auto columns_s = [&](int i) { return StudentTile{stage_base(i) + TeacherTile::bytes(kColumns)}; };
+
+    const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
+    const int row = first_row + warp_row + lane / 4;
+    const float ct = args.teacher_scale, cs = args.student_scale;
+
+    Strip<kOutTiles> out;
+    clear<kOutTiles>(out);
+    int exponent = kTopExponent - 126;  // narrow types, streamed queries: weights are scaled by 2^(kTopExponent - exponent)
+    RowTerms terms[kWarpTiles][2];
+
+    for (int head = block.head * heads_per_block; head < (block.head + 1) * heads_per_block; ++head) {
+        const int key_head_t = head / n.teacher_group, key_head_s = head / n.student_group;
+        const HeadView tq = head_view<TeacherTile>(args.in.teacher_q, block.batch, head);
+        const HeadView sq = head_view<StudentTile>(args.in.student_q, block.batch, head);
+        const HeadView tk = head_view<TeacherTile>(args.in.teacher_k, block.batch, key_head_t);
+        const HeadView sk = head_view<StudentTile>(args.in.student_k, block.batch, key_head_s);
+
+        const auto fetch = [&](int i) {
+            const int first = (first_tile + i) * kColumns;
+            if constexpr (kRowsAreQueries) {
+                load_rows<kColumns, SKL_TK_VECTOR>(columns_t(i), tk, first, columns);
+                load_rows<kColumns, SKL_SK_VECTOR>(columns_s(i), sk, first, columns);
+            } else {
+                load_rows<kColumns, SKL_TQ_VECTOR>(columns_t(i), tq, first, columns);
+                load_rows<kColumns, SKL_SQ_VECTOR>(columns_s(i), sq, first, columns);
+                for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
+                    const int which = j / kColumns, q = first + j % kColumns;
+                    const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;
+                    const bool inside = columns.contains(q);
+                    cp_async_4(stage_base(i) + kTileBytes + 4 * j, x.at(block.batch, head) + (inside ? q * x.row : 0), inside ? 4 : 0);
+                }
+            }
+        };
+
+        __syncthreads();  // the previous head's last tile is still being read
+        const Range rows{first_row, end_row};
+        if constexpr (kRowsAreQueries) {
+            load_rows<kRows, SKL_TQ_VECTOR>(rows_t, tq, first_row, rows);
+            load_rows<kRows, SKL_SQ_VECTOR>(rows_s, sq, first_row, rows);
+        } else {
+            load_rows<kRows, SKL_TK_VECTOR>(rows_t, tk, first_row, rows);
+            load_rows<kRows, SKL_SK_VECTOR>(rows_s, sk, first_row, rows);
+        }
+        cp_async_commit();
+#pragma unroll
+        for (int i = 0; i < kStages - 1; ++i) {
+            if (i < tiles) fetch(i);
+            cp_async_commit();
+        }
+
+        if constexpr (kRowsAreQueries) {
+#pragma unroll
+            for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int q = row + 16 * m + 8 * half;
+                    const bool sees = q < end_row && !mask.keys_of(q, q + 1).empty();  // memory of other rows may hold anything
+                    terms[m][half] = sees ? read_terms(args, block.batch, head, q) : RowTerms{0.f, 0.f, 0.f, 0.f};
+                }
+        }
+        cp_async_wait<kStages - 1>();
+        __syncthreads();
+        Stationary<TeacherTile, SKL_RESIDENT> a_t;
+        Stationary<StudentTile, SKL_RESIDENT> a_s;
+        a_t.fill(rows_t, warp_row);
+        a_s.fill(rows_s, warp_row);
+
+        for (int i = 0; i < tiles; ++i) {
+            if constexpr (kStages == 1) {
+                __syncthreads();
+                fetch(i);
+                cp_async_commit();
+                cp_async_wait<0>();
+                __syncthreads();
+            } else {
+                cp_async_wait<kStages - 2>();
+                __syncthreads();
+                if (i + kStages - 1 < tiles) fetch(i + kStages - 1);
+                cp_async_commit();
+            }
+            const int first_column = (first_tile + i) * kColumns;
+            const bool full = kRowsAreQueries ? mask.full(first_row, end_row, first_column, first_column + kColumns)
+                                              : mask.full(first_column, first_column + kColumns, first_row, end_row);
+            const u32 vectors = stage_base(i) + kTileBytes;
+
+            float lift = 1.f;  // narrow types, streamed queries: what the weights of this tile are multiplied by
+            if constexpr (!kRowsAreQueries && OutElement::kNarrowExponent) {
+                int top = exponent;
+                for (int j = lane; j < kColumns; j += 32) {
+                    const float g = shared_float(vectors + 4 * (2 * kColumns + j));
+                    const float value = Logit::kNeedsValue ? kLog2e * shared_float(vectors + 4 * (3 * kColumns + j)) : 0.f;
+                    const int e = exponent_of(g * Logit::bound(value));
+                    if (columns.contains(first_column + j) && e < 127) top = max(top, e);
+                }
+                top = __reduce_max_sync(~0u, top);
+                if (top > exponent) {
+                    const float shrink = power_of_two(max(exponent - top, -126));
+#pragma unroll
+                    for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+                        for (int d = 0; d < kOutTiles; ++d)
+#pragma unroll
+                            for (int e = 0; e < 4; ++e) out[m][d][e] *= shrink;
+                    exponent = top;
+                }
+                lift = power_of_two(max(kTopExponent - exponent, -126));
+            }
+
+            Strip<kTiles> t, s;
+            scores<kTiles>(t, a_t, columns_t(i));
+            scores<kTiles>(s, a_s, columns_s(i));
+
+            // t becomes the gradient of the logits
+#pragma unroll
+            for (int c = 0; c < kTiles; ++c) {
+                const int column = 8 * c + 2 * (lane & 3);
+                RowTerms streamed[2];
+                if constexpr (!kRowsAreQueries) {
+                    const float2 lse_t = shared_float2(vectors + 4 * column), lse_s = shared_float2(vectors + 4 * (kColumns + column));
+                    const float2 g = shared_float2(vectors + 4 * (2 * kColumns + column));
+                    const float2 value = Logit::kNeedsValue ? shared_float2(vectors + 4 * (3 * kColumns + column)) : make_float2(0.f, 0.f);
+                    streamed[0] = {kLog2e * lse_t.x, kLog2e * lse_s.x, lift * g.x, kLog2e * value.x};
+                    streamed[1] = {kLog2e * lse_t.y, kLog2e * lse_s.y, lift * g.y, kLog2e * value.y};
+                }
+#pragma unroll
+                for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const RowTerms& x = kRowsAreQueries ? terms[m][e >> 1] : streamed[e & 1];
+                        float dx = Logit::evaluate(fmaf(t[m][c][e], ct, -x.lse_t), fmaf(s[m][c][e], cs, -x.lse_s), x.value);
+                        if constexpr (!kRowsAreQueries)
+                            dx *= x.weight;
+                        else if constexpr (OutElement::kNarrowExponent)
+                            dx *= power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(x.value)));
+                        t[m][c][e] = dx;
+                    }
+            }
+            if (!full) {
+#pragma unroll
+                for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+                    for (int c = 0; c < kTiles; ++c)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            const int r = row + 16 * m + (e >> 1) * 8, column = first_column + 8 * c + 2 * (lane & 3) + (e & 1);
+                            if (!(kRowsAreQueries ? mask.visible(r, column) : mask.visible(column, r))) t[m][c][e] = 0.f;
+                        }
+            }
+
+            const OutTile streamed = [&] {
+                if constexpr (kSide == kTeacher) return columns_t(i);
+                else return columns_s(i);
+            }();
+#pragma unroll
+            for (int k = 0; k < kTiles / 2; ++k) {
+                FragmentA<OutTile::kCode> a[kWarpTiles];
+#pragma unroll
+                for (int m = 0; m < kWarpTiles; ++m) accumulators_to_a<OutTile::kCode>(a[m], t[m][2 * k], t[m][2 * k + 1]);
+#pragma unroll
+                for (int d = 0; d < kOutTiles; d += 2) {
+                    FragmentB2<OutTile::kCode> b;
+                    load_b2_transposed(b, streamed, 16 * k, 8 * d);
+#pragma unroll
+                    for (int m = 0; m < kWarpTiles; ++m) {
+                        multiply(out[m][d], a[m], b, 0);
+                        multiply(out[m][d + 1], a[m], b, 1);
+                    }
+                }
+            }
+        }
+    }
+
+    constexpr int bytes = OutElement::kBytes;
+    const u64 head_base = args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head) * bytes;
+#pragma unroll
+    for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = row + 16 * m + 8 * half;
+            float factor = Logit::kFactor * args.out_scale;
+            if constexpr (kRowsAreQueries) {
+                factor *= terms[m][half].weight;
+                if constexpr (OutElement::kNarrowExponent)
+                    factor *= power_of_two(exponent_of(Logit::bound(terms[m][half].value)) + 1 - kTopExponent);
+            } else if constexpr (OutElement::kNarrowExponent) {
+                factor *= power_of_two(exponent - kTopExponent);
+            }
+            if (r >= row_count) continue;
+#pragma unroll
+            for (int d = 0; d < kOutTiles; ++d) {
+                const int column = 8 * d + 2 * (lane & 3);
+                const float x = out[m][d][2 * half] * factor, y = out[m][d][2 * half + 1] * factor;
+                const u64 address = head_base + (r * args.out.row + column) * bytes;
+                if (OutTile::kHeadDim % 2 == 0 && column < OutTile::kHeadDim) {
+                    OutElement::store_pair(address, x, y);
+                } else {
+                    if (column < OutTile::kHeadDim) OutElement::store(address, x);
+                    if (column + 1 < OutTile::kHeadDim) OutElement::store(address + bytes, y);
+                }
+            }
+        }
+}

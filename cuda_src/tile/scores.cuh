@@ -1,0 +1,69 @@
+// The score tile of one warp: stationary rows against streamed rows, summed over the head dim.
+#pragma once
+#include "tile/fragment.cuh"
+
+// Accumulators of kWarpTiles x TILES products of 16x8.
+template <int TILES>
+using Strip = float[kWarpTiles][TILES][4];
+
+template <int TILES>
+__device__ inline void clear(Strip<TILES>& x) {
+#pragma unroll
+    for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
+}
+
+// Where the stationary operand is read: from shared memory each time, or from registers filled once.
+template <class T, bool RESIDENT>
+struct Stationary;
+
+template <class T>
+struct Stationary<T, false> {
+    T tile;
+    int row;
+    __device__ void fill(T t, int r) { tile = t; row = r; }
+    __device__ FragmentA<T::kCode> operator()(int m, int k) const {
+        FragmentA<T::kCode> a;
+        load_a(a, tile, row + 16 * m, 16 * k);
+        return a;
+    }
+};
+
+template <class T>
+struct Stationary<T, true> {
+    FragmentA<T::kCode> a[kWarpTiles][T::kDepth / 16];
+    __device__ void fill(T tile, int row) {
+#pragma unroll
+        for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+            for (int k = 0; k < T::kDepth / 16; ++k) load_a(a[m][k], tile, row + 16 * m, 16 * k);
+    }
+    __device__ const FragmentA<T::kCode>& operator()(int m, int k) const { return a[m][k]; }
+};
+
+// out = stationary rows * streamed rows^T. Unrolled whole up to a head dim of 256; beyond that in blocks of 64, which
+// keeps the loop inside the instruction cache.
+template <int TILES, class A, class T>
+__device__ inline void scores(Strip<TILES>& out, const A& stationary, T streamed) {
+    constexpr int depth = T::kDepth / 16;
+    clear<TILES>(out);
+#pragma unroll(depth <= 16 ? depth : 4)
+    for (int k = 0; k < depth; ++k) {
+        FragmentA<T::kCode> a[kWarpTiles];
+#pragma unroll
+        for (int m = 0; m < kWarpTiles; ++m) a[m] = stationary(m, k);
+#pragma unroll
+        for (int n = 0; n < TILES; n += 2) {
+            FragmentB2<T::kCode> b;
+            load_b2(b, streamed, 8 * n, 16 * k);
+#pragma unroll
+            for (int m = 0; m < kWarpTiles; ++m) {
+                multiply(out[m][n], a[m], b, 0);
+                multiply(out[m][n + 1], a[m], b, 1);
+            }
+        }
+    }
+}

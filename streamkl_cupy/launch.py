@@ -1,0 +1,187 @@
+"""Running a Plan: kernels loaded once, arguments packed, launches put on the caller's stream.
+
+A kernel takes one struct by value. Strides, extents and scales of a Problem never change, so they are packed once into
+a template; a call copies it and fills in the pointers. That keeps the host cost of a launch near ten microseconds.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arch import DeviceFacts
+from .compile import load
+from .errors import CaptureError, DriverError
+from .masks import MASKS
+from .plan import ELEMENT_BYTES, KernelPlan, Plan, make_plan
+from .problem import INPUT_NAMES, Problem, canonical_strides
+from .source import flatten
+
+if TYPE_CHECKING:
+    from .arrays import ArrayView, Gradients, Inputs, RowStats, Saved
+
+LOG2E = 1.4426950408889634
+
+# The structs of cuda_src/common/args.cuh, field by field.
+_TENSOR4 = struct.Struct("=Q4q")
+_TENSOR3 = struct.Struct("=Q3q")
+_EXTENTS = struct.Struct("=6i4q")
+_FORWARD_TAIL = struct.Struct("=2f")
+_GRADIENT_TAIL = struct.Struct("=3fi")
+_POINTER = struct.Struct("=Q")
+
+_OPERANDS = tuple(i * _TENSOR4.size for i in range(4))  # offsets of the four input pointers
+_ROWS = tuple(4 * _TENSOR4.size + i * _TENSOR3.size for i in range(4))  # offsets of the row vectors
+_OUT = 4 * _TENSOR4.size + 4 * _TENSOR3.size
+
+
+class _Stream:
+    """A foreign stream handle in the shape CuPy's launch reads; building a CuPy stream object would cost more."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+@lru_cache(maxsize=64)
+def device_facts(index: int) -> DeviceFacts:
+    """Facts of an installed GPU.
+
+    Raises:
+        DriverError: there is no CuPy, no driver or no such GPU.
+    """
+    try:
+        import cupy
+
+        attributes = cupy.cuda.Device(index).attributes
+        name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
+    except ImportError as error:
+        raise DriverError('CuPy is missing: pip install "streamkl-cupy[cuda12]" (or [cuda13])') from error
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DriverError(
+            f"GPU {index} cannot be used: {error}. Check nvidia-smi for a driver and a device, "
+            "or pass NumPy arrays to compute on the CPU"
+        ) from error
+    return DeviceFacts(
+        compute_capability=(attributes["ComputeCapabilityMajor"], attributes["ComputeCapabilityMinor"]),
+        smem_per_block=attributes["MaxSharedMemoryPerBlockOptin"],
+        multiprocessors=attributes["MultiProcessorCount"],
+        name=name,
+    )
+
+
+class _Kernel:
+    """One loaded kernel with its launch shape and the constant part of its arguments."""
+
+    __slots__ = ("_block", "_dtype", "_function", "_grid", "_smem", "_template")
+
+    def __init__(self, plan: KernelPlan, template: bytes) -> None:
+        text = flatten(plan.entry, dict(plan.constants), dict(plan.slots))
+        self._function = load(text, plan.symbol, plan.arch, smem_bytes=plan.smem_bytes).kernel
+        self._grid = (plan.blocks, 1, 1)
+        self._block = (plan.threads, 1, 1)
+        self._smem = plan.smem_bytes
+        self._template = template
+        self._dtype = np.dtype(f"V{len(template)}")
+
+    def __call__(self, pointers: list[tuple[int, int]], stream: int, rows: bytes = b"") -> None:
+        packed = bytearray(self._template)
+        packed[_ROWS[0] : _ROWS[0] + len(rows)] = rows
+        for offset, pointer in pointers:
+            _POINTER.pack_into(packed, offset, pointer)
+        self._function(self._grid, self._block, (np.frombuffer(packed, self._dtype),), self._smem, _Stream(stream))
+
+
+class Runner:
+    """A Problem made ready for one GPU. Thread-safe: calls share nothing that they change."""
+
+    def __init__(self, problem: Problem) -> None:
+        import cupy
+
+        self._runtime = cupy.cuda.runtime
+        self._guard = cupy.cuda.Device(problem.device.index)
+        self.problem = problem
+        self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
+        self._kernels: dict[str, _Kernel] = {}
+        self._empty_rows = 0 in (problem.batch, problem.heads, problem.queries)
+
+    def warmup(self, wrt: tuple[str, ...] = ()) -> None:
+        """Compile, load and configure the forward and the gradients `wrt`; nothing is left for a first call to do."""
+        with self._guard:
+            for name in ("forward", *wrt):
+                self._kernel(name, None)
+
+    def forward(self, inputs: Inputs, outputs: RowStats, stream: int) -> None:
+        """Launch the forward; every element of the outputs is written."""
+        if self._empty_rows:
+            return
+        with self._guard:
+            kernel = self._kernels.get("forward") or self._kernel("forward", stream)
+            pointers = [(offset, x.ptr) for offset, x in zip(_OPERANDS, inputs, strict=True)]
+            pointers += [(offset, x.ptr) for offset, x in zip(_ROWS, outputs, strict=False)]
+            kernel(pointers, stream)
+
+    def backward(self, inputs: Inputs, saved: Saved, outputs: Gradients, stream: int) -> None:
+        """Launch the gradients that `outputs` has room for; every element of them is written."""
+        problem = self.problem
+        wanted = [(name, out) for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None]
+        with self._guard:
+            # All kernels first: what cannot be built must fail before anything is written.
+            kernels = [self._kernels.get(name) or self._kernel(name, stream) for name, _ in wanted]
+            rows = _row_vectors(problem, saved)
+            for (_, out), kernel in zip(wanted, kernels, strict=True):
+                if 0 in out.shape:
+                    continue
+                if problem.heads == 0:
+                    size = ELEMENT_BYTES[out.dtype] * prod(out.shape)
+                    self._runtime.memsetAsync(out.ptr, 0, size, stream)
+                    continue
+                pointers = [(offset, x.ptr) for offset, x in zip(_OPERANDS, inputs, strict=True)]
+                kernel([*pointers, (_OUT, out.ptr)], stream, rows)
+
+    def _kernel(self, name: str, stream: int | None) -> Any:
+        plan = self.plan.forward if name == "forward" else self.plan.gradient(name)
+        if stream is not None and self._runtime.streamIsCapturing(stream):
+            raise CaptureError(
+                f"the {name} kernel of this problem is not loaded, and loading cannot be captured into a CUDA graph: "
+                "call streamkl_cupy.warmup(...) with the same arrays and options before the capture"
+            )
+        kernel = _Kernel(plan, _template(self.problem, plan))
+        return self._kernels.setdefault(name, kernel)
+
+
+def _template(problem: Problem, plan: KernelPlan) -> bytes:
+    """The argument struct of a kernel with every pointer zero."""
+    operands = b"".join(_TENSOR4.pack(0, *problem.operand(name).strides) for name in INPUT_NAMES)
+    mask = [problem.mask[name] for name in MASKS[problem.mask.name].params]
+    extents = _EXTENTS.pack(
+        problem.heads,
+        problem.queries,
+        problem.keys,
+        problem.teacher.group or 1,
+        problem.student.group or 1,
+        plan.tiles,
+        *mask,
+        *[0] * (4 - len(mask)),
+    )
+    scales = (problem.teacher.scale * LOG2E, problem.student.scale * LOG2E)
+    rows = _TENSOR3.pack(0, *problem.row_strides())
+    if plan.name == "forward":
+        return operands + rows * 3 + extents + _FORWARD_TAIL.pack(*scales)
+    side = problem.teacher if plan.name.startswith("teacher") else problem.student
+    out = _TENSOR4.pack(0, *problem.compact_input_strides(plan.name))
+    return operands + rows * 4 + out + extents + _GRADIENT_TAIL.pack(*scales, side.scale, 0)
+
+
+def _row_vectors(problem: Problem, saved: Saved) -> bytes:
+    """Upstream gradient, log-sum-exps and value as the kernel's four row vectors; an absent value is never read."""
+    absent = saved.teacher_lse
+    return b"".join(
+        _TENSOR3.pack(x.ptr, *canonical_strides(x.strides, problem.rank - 1, problem.layout, trailing=0))
+        for x in (saved.grad, saved.teacher_lse, saved.student_lse, saved.kl or absent)
+    )

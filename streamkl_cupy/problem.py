@@ -1,0 +1,153 @@
+"""What a call asks for, as frozen values: no arrays, no pointers, no frameworks.
+
+One alphabet throughout: B batch, H heads, M query rows, N keys, D head dim. Whatever the caller's layout and
+number of axes, everything here is in the canonical order (batch, head, row, column), strides counted in elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+INPUT_NAMES = ("teacher_q", "teacher_k", "student_q", "student_k")
+STUDENT = ("student_q", "student_k")
+
+
+class Options(NamedTuple):
+    """The keyword arguments shared by every entry point, as the caller gave them."""
+
+    teacher_scale: float | None = None
+    student_scale: float | None = None
+    causal: bool = False
+    q_offset: int | None = None
+    layout: str = "bhnd"
+    precision: str = "highest"
+    deterministic: bool | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the arrays live: kind "cpu" or "cuda", and the ordinal of the GPU."""
+
+    kind: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One input array: its extents, element type, strides in elements and whether its base is 16-byte aligned."""
+
+    heads: int
+    rows: int
+    dim: int
+    dtype: str
+    strides: tuple[int, int, int, int]
+    aligned: bool
+
+
+@dataclass(frozen=True)
+class Side:
+    """One distribution: queries, keys and the factor on their product."""
+
+    q: Operand
+    k: Operand
+    scale: float
+
+    @property
+    def dim(self) -> int:
+        return self.q.dim
+
+    @property
+    def dtype(self) -> str:
+        return self.q.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one key head."""
+        return self.q.heads // self.k.heads
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """A mask of the registry by name, with its integer parameters by name."""
+
+    name: str = "none"
+    params: tuple[tuple[str, int], ...] = ()
+
+    def __getitem__(self, key: str) -> int:
+        return dict(self.params)[key]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A validated call. Hashable: it is the key under which plans and kernels are kept."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    teacher: Side
+    student: Side
+    mask: MaskSpec
+    device: Device
+    layout: str = "bhnd"
+    rank: int = 4
+    precision: str = "highest"
+    deterministic: bool = False
+
+    def operand(self, name: str) -> Operand:
+        """The operand an input name such as "student_k" stands for."""
+        side, _, which = name.partition("_")
+        return getattr(getattr(self, side), which)  # type: ignore[no-any-return]
+
+    @property
+    def stat_dtype(self) -> str:
+        """Element type of KL and log-sum-exps: float64 where an input is, float32 otherwise."""
+        return "float64" if "float64" in (self.teacher.dtype, self.student.dtype) else "float32"
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of KL and log-sum-exps in the caller's layout: (B, H, M) or (B, M, H), fewer axes as given."""
+        return self._callers_order((self.batch, self.heads, self.queries))
+
+    def row_strides(self) -> tuple[int, int, int]:
+        """Canonical (batch, head, row) strides of a compact array of `row_shape`."""
+        return canonical_strides(compact_strides(self.row_shape), self.rank - 1, self.layout, trailing=0)
+
+    def input_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of an input, and so of its gradient, in the caller's layout."""
+        x = self.operand(name)
+        return (*self._callers_order((self.batch, x.heads, x.rows)), x.dim)
+
+    def compact_input_strides(self, name: str) -> tuple[int, int, int, int]:
+        """Canonical strides of a compact array of `input_shape(name)`."""
+        return canonical_strides(compact_strides(self.input_shape(name)), self.rank, self.layout, trailing=1)
+
+    def _callers_order(self, bhr: tuple[int, int, int]) -> tuple[int, ...]:
+        b, h, r = bhr
+        full = (b, h, r) if self.layout == "bhnd" else (b, r, h)
+        if self.rank == 4:
+            return full
+        return full[1:] if self.rank == 3 else (r,)
+
+
+def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * shape[i + 1]
+    return tuple(strides)
+
+
+def canonical_strides(strides: tuple[int, ...], rank: int, layout: str, trailing: int) -> tuple[int, ...]:
+    """Reorder a caller's strides (or shape) to (batch, head, row[, column]); absent axes get 0 (pass shapes with `or 1`)."""
+    lead = rank - trailing
+    b = strides[0] if lead == 3 else 0
+    if lead == 1:
+        h, r = 0, strides[0]
+    else:
+        h, r = strides[lead - 2 : lead] if layout == "bhnd" else strides[lead - 2 : lead][::-1]
+    return (b, h, r, *strides[lead : lead + trailing])
