@@ -1,0 +1,479 @@
+"""The public functions. Each reads as the data flow: describe the arrays, check them, find the runner, run it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from . import arrays, calls, planning, reduce, validate
+from .arrays import Gradients, Inputs, RowStats, Saved, describe
+from .problem import INPUT_NAMES, STUDENT, Options
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# Said once, read in the help of every function.
+_TEXT = {
+    "INPUTS": """teacher_q: Teacher queries, (B, H, M, D_t): B batch, H heads, M query rows. 3-D (H, M, D) and 2-D
+            (M, D) are allowed when all four inputs have that many axes. bfloat16, float16, float32, or float64 on the
+            CPU. Any strides; nothing is copied.
+        teacher_k: Teacher keys, (B, H_k, N, D_t), same dtype as teacher_q. H_k divides H: query head h reads key head
+            h // (H / H_k). D_t is at most 576.
+        student_q: Student queries, (B, H, M, D_s). D_s is at most 256; dtype may differ from the teacher's.
+        student_k: Student keys, (B, H_k, N, D_s); H_k may differ from the teacher's.""",
+    "OPTIONS": """teacher_scale: Factor on the teacher's q.k products; any finite number. Default 1 / sqrt(D_t).
+        student_scale: The same for the student. Default 1 / sqrt(D_s).
+        causal: Row i sees keys j <= i + (N - M), so that the last row sees every key.
+        q_offset: With causal, replaces N - M: row i sees keys j <= i + q_offset. For chunks of the queries.
+        layout: "bhnd" as above, or "bnhd" for (B, M, H, D) arrays, whose row results are (B, M, H).
+        precision: Of products of float32 inputs on CUDA: "highest" is float32 accuracy, "high" is faster with about 16
+            bits of mantissa. Other dtypes are exact already.
+        deterministic: True asks for bit-equal results from run to run; None is the fastest path.""",
+    "WRT": """wrt: Names of the inputs to differentiate by, a tuple such as ("student_q", "student_k").""",
+    "WEIGHT": """row_weight: Weight w of each row, an array that broadcasts to the rows. Default 1 everywhere.""",
+    "ERRORS": """TypeError: wrong kind of array or dtype, or arrays of several frameworks.
+        ValueError: shapes or devices that do not fit together, or an unknown option.
+        NotImplementedError: a combination that is not built; the message lists what is.
+        StreamKLError: no usable driver, a failed compilation, or a first compilation under graph capture.""",
+    "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
+}
+
+
+def _documented(function: _F) -> _F:
+    for key, text in _TEXT.items():
+        function.__doc__ = (function.__doc__ or "").replace(f"<{key}>", text)
+    return function
+
+
+class KLForward(NamedTuple):
+    """Row results: `kl` in nats, and the natural log-sum-exps of both logit rows, (B, H, M), float32 or float64."""
+
+    kl: Any
+    teacher_lse: Any
+    student_lse: Any
+
+
+class KLGradients(NamedTuple):
+    """Gradients in shape, dtype and framework of their inputs, compact; None for what was not asked."""
+
+    teacher_q: Any = None
+    teacher_k: Any = None
+    student_q: Any = None
+    student_k: Any = None
+
+
+@_documented
+def attention_kl(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    row_weight: Any = None,
+    reduction: str = "none",
+    layout: str = "bhnd",
+    precision: str = "highest",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Any:
+    """KL divergence of a student's attention rows from a teacher's, without their M x N matrices.
+
+    For each batch entry, head and query row, over the keys that the row sees,
+
+        P = softmax(teacher_scale q_t k_t^T)    Q = softmax(student_scale q_s k_s^T)
+        KL = sum_j P_j (log P_j - log Q_j)
+
+    <SOURCE> Differentiable to first order where the arrays are torch's (autograd, torch.func, torch.compile) or JAX's
+    (grad, jit, vmap, shard_map). A row that sees no key has KL 0, log-sum-exps -inf and zero gradients; NaN or Inf that
+    a row sees makes its KL NaN. CUDA arrays are computed on their GPU, on the caller's current stream; CPU arrays in
+    NumPy.
+
+    Args:
+        <INPUTS>
+        <OPTIONS>
+        <WEIGHT>
+        reduction: "none" (w KL per row), "sum", or "mean" = sum(w KL) / sum(w) over rows that see a key, 0 where that
+            is 0 / 0.
+        return_lse: Also return the log-sum-exps, as constants.
+
+    Returns:
+        KL in nats, (B, H, M) or without axes, in float32 (float64 where an input is), of the inputs' framework; with
+        return_lse a `KLForward` that holds it.
+
+    Accuracy:
+        |error| <= 2e-6 (1 + KL) on ordinary data, against float64 on the same rounded inputs.
+
+    Raises:
+        <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q = np.ones((1, 1), np.float32)
+        >>> k_t, k_s = np.log([[1.0], [3.0]]).astype(np.float32), np.zeros((2, 1), np.float32)
+        >>> round(float(streamkl_cupy.attention_kl(q, k_t, q, k_s)[0]), 4)  # KL((1/4, 3/4) || (1/2, 1/2))
+        0.1308
+    """
+    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    if reduction != "none":
+        validate.choice("reduction", reduction, validate.REDUCTIONS)
+    given = (teacher_q, teacher_k, student_q, student_k)
+    found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, given, strict=True)}
+    if row_weight is not None:
+        found["row_weight"] = validate.weight_framework(row_weight)
+    if found["student_q"] in ("torch", "jax"):
+        framework = importlib.import_module(f".{validate.one_framework(found)}", __package__)
+        return framework.attention_kl(
+            *given, **chosen._asdict(), row_weight=row_weight, reduction=reduction, return_lse=return_lse
+        )
+    inputs = calls.view_inputs(*given)
+    ready = calls.prepare(inputs, chosen)
+    if row_weight is not None:
+        validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
+    stats = calls.forward(inputs, ready)
+    kl, teacher_lse, student_lse = (view.array for view in stats)
+    with arrays.on_device(inputs.student_q):
+        kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, row_weight, reduction)
+    return KLForward(kl, teacher_lse, student_lse) if return_lse else kl
+
+
+@_documented
+def attention_kl_forward(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    deterministic: bool | None = None,
+) -> KLForward:
+    """Row values and log-sum-exps, outside every autograd: the first half of a hand-written gradient.
+
+    KL = sum_j P_j (log P_j - log Q_j) and LSE = log sum_j exp(logit_j), natural logarithms; see `attention_kl`.
+    <SOURCE> Pure: inputs that require gradients are read as they are, and results are detached.
+
+    Args:
+        <INPUTS>
+        <OPTIONS>
+
+    Returns:
+        `KLForward` of (B, H, M) arrays, float32 (float64 where an input is), of the inputs' framework.
+
+    Accuracy:
+        |error of KL| <= 2e-6 (1 + KL) on ordinary data.
+
+    Raises:
+        <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q, k = np.ones((1, 1), np.float32), np.zeros((2, 1), np.float32)
+        >>> rows = streamkl_cupy.attention_kl_forward(q, k, q, k)
+        >>> float(rows.kl[0]), round(float(rows.teacher_lse[0]), 4)  # two equal logits: log 2
+        (0.0, 0.6931)
+    """
+    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
+    if inputs.student_q.framework == "jax":
+        validate.to_problem(inputs, chosen)
+        return _jax().attention_kl_forward(  # type: ignore[no-any-return]
+            teacher_q, teacher_k, student_q, student_k, **chosen._asdict()
+        )
+    kl, teacher_lse, student_lse = calls.forward(inputs, calls.prepare(inputs, chosen))
+    return KLForward(kl.array, teacher_lse.array, student_lse.array)
+
+
+@_documented
+def attention_kl_backward(
+    grad: Any,
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    teacher_lse: Any,
+    student_lse: Any,
+    kl: Any = None,
+    *,
+    wrt: tuple[str, ...] = STUDENT,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    deterministic: bool | None = None,
+) -> KLGradients:
+    """Gradients from the saved log-sum-exps, outside every autograd: the second half.
+
+    With g = grad of the row,
+
+        dS = g (Q - P)                               dq_s = student_scale dS k_s      dk_s = student_scale dS^T q_s
+        dT = g P ((log P - log Q) - KL)              dq_t = teacher_scale dT k_t      dk_t = teacher_scale dT^T q_t
+
+    <SOURCE> Pure: it may be called again with the same saved values. Key gradients are summed over the query heads that
+    read the key.
+
+    Args:
+        grad: Derivative of the loss by each row's KL, (B, H, M), dtype of `kl`; any strides, so an expanded scalar too.
+        <INPUTS>
+        teacher_lse: From `attention_kl_forward`, called with the same inputs and options.
+        student_lse: Likewise.
+        kl: Likewise; needed only for gradients to the teacher.
+        <WRT>
+        <OPTIONS>
+
+    Returns:
+        `KLGradients`, None where `wrt` does not ask.
+
+    Accuracy:
+        Relative L2 error <= 4e-3 for bfloat16, 5e-4 for float16 and 1e-5 for float32 inputs.
+
+    Raises:
+        <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q, k_t, k_s = np.ones((1, 1)), np.log([[1.0], [3.0]]), np.zeros((2, 1))
+        >>> rows = streamkl_cupy.attention_kl_forward(q, k_t, q, k_s)
+        >>> grads = streamkl_cupy.attention_kl_backward(
+        ...     np.ones(1), q, k_t, q, k_s, rows.teacher_lse, rows.student_lse, wrt=("student_k",)
+        ... )
+        >>> grads.student_k.ravel().round(4).tolist()  # Q - P = (1/2, 1/2) - (1/4, 3/4)
+        [0.25, -0.25]
+    """
+    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    wrt = validate.wanted(wrt, kl is not None)
+    inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
+    saved = Saved(
+        describe("grad", grad),
+        describe("teacher_lse", teacher_lse),
+        describe("student_lse", student_lse),
+        None if kl is None else describe("kl", kl),
+    )
+    jax = inputs.student_q.framework == "jax"
+    ready = None if jax else calls.prepare(inputs, chosen)
+    problem = validate.to_problem(inputs, chosen) if ready is None else ready.problem
+    for view in saved:
+        if view is not None:
+            validate.row_array(view, problem, inputs.student_q)
+    validate.gradients_built(problem, wrt)
+    if ready is None:
+        return _jax().attention_kl_backward(  # type: ignore[no-any-return]
+            grad,
+            teacher_q,
+            teacher_k,
+            student_q,
+            student_k,
+            teacher_lse,
+            student_lse,
+            kl,
+            wrt=wrt,
+            **chosen._asdict(),
+        )
+    return KLGradients(*calls.backward(inputs, ready, saved, wrt))
+
+
+@_documented
+def attention_kl_value_and_grad(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    row_weight: Any = None,
+    reduction: str = "mean",
+    wrt: tuple[str, ...] = STUDENT,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    deterministic: bool | None = None,
+) -> tuple[Any, KLGradients]:
+    """A loss over all rows and its gradients, outside every autograd: one training step in one call.
+
+    loss = sum(w KL) or sum(w KL) / sum(w), and its derivatives by the inputs named in `wrt`; see `attention_kl` and
+    `attention_kl_backward`. <SOURCE>
+
+    Args:
+        <INPUTS>
+        <OPTIONS>
+        <WEIGHT>
+        reduction: "mean" or "sum"; "none" has no single gradient.
+        <WRT>
+
+    Returns:
+        The loss in nats without axes, and `KLGradients`.
+
+    Accuracy:
+        As for `attention_kl` and `attention_kl_backward`.
+
+    Raises:
+        <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q, k_t, k_s = np.ones((1, 1)), np.log([[1.0], [3.0]]), np.zeros((2, 1))
+        >>> loss, grads = streamkl_cupy.attention_kl_value_and_grad(q, k_t, q, k_s)
+        >>> round(float(loss), 4), grads.student_k.ravel().round(4).tolist()
+        (0.1308, [0.25, -0.25])
+    """
+    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    wrt = validate.wanted(wrt)
+    validate.choice("reduction", reduction, validate.REDUCTIONS)
+    if reduction == "none":
+        raise ValueError(
+            'reduction="none" leaves no scalar to differentiate; allowed are "mean" and "sum". For a gradient per row '
+            "call attention_kl_forward and attention_kl_backward"
+        )
+    inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
+    jax = inputs.student_q.framework == "jax"
+    ready = None if jax else calls.prepare(inputs, chosen)
+    problem = validate.to_problem(inputs, chosen) if ready is None else ready.problem
+    validate.gradients_built(problem, wrt)
+    if row_weight is not None:
+        validate.row_weight(row_weight, problem.row_shape, inputs.student_q)
+    if ready is None:
+        return _jax().attention_kl_value_and_grad(  # type: ignore[no-any-return]
+            teacher_q,
+            teacher_k,
+            student_q,
+            student_k,
+            **chosen._asdict(),
+            row_weight=row_weight,
+            reduction=reduction,
+            wrt=wrt,
+        )
+    if hasattr(row_weight, "detach"):
+        row_weight = row_weight.detach()
+    stats = calls.forward(inputs, ready)
+    xp = _namespace(inputs)
+    with arrays.on_device(inputs.student_q):
+        value = reduce.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
+        grad = reduce.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
+    saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
+    return value, KLGradients(*calls.backward(inputs, ready, saved, wrt))
+
+
+@_documented
+def plan(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    deterministic: bool | None = None,
+    wrt: tuple[str, ...] = STUDENT,
+    arch: str | None = None,
+) -> Any:
+    """What a call with these arguments would run: kernels, tiles, shared memory, grid. Prints itself; launches nothing.
+
+    <SOURCE> The plan says how that pass is cut into blocks and tiles. In place of arrays it takes anything with a shape and
+    a dtype, as a compact array on the current GPU, or on the CPU where there is no usable GPU.
+
+    Args:
+        <INPUTS>
+        <OPTIONS>
+        <WRT>
+        arch: Plan for a GPU of this architecture, such as "sm_80" or "sm_90", whether one is here or not.
+
+    Returns:
+        A frozen plan; `print` it.
+
+    Raises:
+        <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q = np.empty((2, 8, 4096, 128), np.float16)
+        >>> print(streamkl_cupy.plan(q, q, q, q, causal=True, arch="sm_90"))  # doctest: +ELLIPSIS
+        attention KL on cuda:0: B=2 H=8 M=4096 N=4096, mask causal...
+    """
+    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    wrt = validate.wanted(wrt)
+    given = (teacher_q, teacher_k, student_q, student_k)
+    inputs = calls.outline(given, None if arch is None else arrays.cuda(0))
+    problem = validate.to_problem(inputs, chosen)
+    validate.gradients_built(problem, wrt)
+    if arch is None:
+        return calls.runner_for(problem).plan
+    return planning.make_plan(problem, planning.facts_for_arch(arch))
+
+
+@_documented
+def warmup(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    deterministic: bool | None = None,
+    wrt: tuple[str, ...] = STUDENT,
+) -> None:
+    """Compile, load and configure all that a call with these arguments needs, and launch nothing.
+
+    Call it before capturing a CUDA graph or timing a loop: neither may contain a compilation. Compiled kernels are also
+    kept on disk, so a second process starts faster. In place of arrays it takes anything with a shape and a dtype, as a
+    compact array on the current GPU, or on the CPU, where there is nothing to do. <SOURCE>
+
+    Args:
+        <INPUTS>
+        <OPTIONS>
+        <WRT>
+
+    Returns:
+        None, when everything is in place.
+
+    Raises:
+        <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q = np.empty((2, 8, 4096, 128), np.float16)
+        >>> streamkl_cupy.warmup(q, q, q, q, causal=True)
+    """
+    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    wrt = validate.wanted(wrt)
+    inputs = calls.outline((teacher_q, teacher_k, student_q, student_k))
+    problem = validate.to_problem(inputs, chosen)
+    validate.gradients_built(problem, wrt)
+    calls.runner_for(problem).warmup(wrt)
+
+
+def forward_into(inputs: Inputs, options: Options, outputs: RowStats, stream: int) -> None:
+    """The forward into memory that someone else made, on a stream that someone else named."""
+    calls.prepare(inputs, validate.options(*options)).runner.forward(inputs, outputs, stream)
+
+
+def backward_into(inputs: Inputs, options: Options, saved: Saved, outputs: Gradients, stream: int) -> None:
+    """The gradients that `outputs` has room for, likewise."""
+    calls.prepare(inputs, validate.options(*options)).runner.backward(inputs, saved, outputs, stream)
+
+
+def _namespace(inputs: Inputs) -> Any:
+    return arrays.namespace(arrays.native(inputs.student_q))
+
+
+def _jax() -> Any:
+    return importlib.import_module(".jax", __package__)

@@ -1,0 +1,222 @@
+"""Arrays in and out: what any framework's array looks like to a kernel, without a copy and without importing it."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from math import prod
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .adapters import (
+    ADAPTERS,
+    CPU,
+    ITEMSIZE,
+    READERS,
+    ArrayView,
+    adapter_for,
+    cuda,
+    cupy_module,
+    kind_of,
+    refused_dtype,
+)
+from .problem import Device, compact_strides
+
+__all__ = [
+    "CPU",
+    "ITEMSIZE",
+    "ArrayView",
+    "Gradients",
+    "Inputs",
+    "RowStats",
+    "Saved",
+    "cuda",
+    "cupy_module",
+    "describe",
+    "empty",
+    "host",
+    "namespace",
+]
+
+
+class Inputs(NamedTuple):
+    """The four operands of every call."""
+
+    teacher_q: ArrayView
+    teacher_k: ArrayView
+    student_q: ArrayView
+    student_k: ArrayView
+
+
+class RowStats(NamedTuple):
+    """What the forward writes: one value per query row each."""
+
+    kl: ArrayView
+    teacher_lse: ArrayView
+    student_lse: ArrayView
+
+
+class Saved(NamedTuple):
+    """What the backward reads besides the operands; `kl` only for teacher gradients."""
+
+    grad: ArrayView
+    teacher_lse: ArrayView
+    student_lse: ArrayView
+    kl: ArrayView | None
+
+
+class Gradients(NamedTuple):
+    """What the backward writes; None for what was not asked."""
+
+    teacher_q: ArrayView | None
+    teacher_k: ArrayView | None
+    student_q: ArrayView | None
+    student_k: ArrayView | None
+
+
+def describe(name: str, x: Any) -> ArrayView:
+    """Read an array of any framework, without a copy; TypeError or ValueError naming `name` where that cannot be."""
+    return (READERS.get(type(x)) or adapter_for(name, x))[1](name, x)
+
+
+def framework_of(name: str, x: Any) -> str:
+    """The framework `describe` would report, without reading the array; tracers are fine, what is no array is not."""
+    framework = _kind(name, x)
+    return describe(name, x).framework if framework == "dlpack" else framework
+
+
+def _kind(name: str, x: Any) -> str:
+    return (READERS.get(type(x)) or adapter_for(name, x))[0]
+
+
+def native(view: ArrayView) -> str:
+    """The framework whose arrays the results for this one are."""
+    if view.framework != "dlpack":
+        return view.framework
+    return "numpy" if view.device.kind == "cpu" else "cupy"
+
+
+def is_standin(name: str, x: Any) -> bool:
+    """Whether there is a shape and a dtype at most, and no memory to say which device is meant."""
+    return ADAPTERS[_kind(name, x)].is_standin(x)
+
+
+def standin(name: str, x: Any, device: Device) -> ArrayView:
+    """View something with a shape and a dtype as the compact, aligned array it stands for."""
+    try:
+        shape, dtype = tuple(int(n) for n in x.shape), x.dtype
+    except (AttributeError, TypeError) as cause:
+        raise TypeError(
+            f"{name} is a {kind_of(x)}; allowed are arrays, and objects with a shape and a dtype"
+        ) from cause
+    try:
+        label = np.dtype(dtype).name
+    except TypeError:
+        label = str(dtype).removeprefix("torch.")
+    if label not in ITEMSIZE:
+        raise TypeError(f"{name} {refused_dtype(label, 'to float32')}")
+    return ArrayView(name, "standin", device, label, shape, compact_strides(shape), 0, x)
+
+
+def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
+    """A compact array of `like`'s framework on `like`'s device, ordered on the caller's current stream."""
+    framework = native(like)
+    adapter = ADAPTERS[framework]
+    array = adapter.allocate(like, shape, dtype)
+    strides, _ = _compact(shape, 0)
+    return ArrayView(like.name, framework, like.device, dtype, shape, strides, adapter.address(array), array)
+
+
+def empty_rows(like: ArrayView, shape: tuple[int, ...], dtype: str) -> RowStats:
+    """The three row arrays in one allocation, which costs the host more than all the rest of a call."""
+    framework = native(like)
+    adapter = ADAPTERS[framework]
+    array = adapter.allocate(like, (3, *shape), dtype)
+    kl, teacher_lse, student_lse = adapter.planes(array)
+    ptr = adapter.address(array)
+    strides, step = _compact(shape, ITEMSIZE[dtype])
+    device = like.device
+    return RowStats(
+        ArrayView("kl", framework, device, dtype, shape, strides, ptr, kl),
+        ArrayView("teacher_lse", framework, device, dtype, shape, strides, ptr + step, teacher_lse),
+        ArrayView("student_lse", framework, device, dtype, shape, strides, ptr + 2 * step, student_lse),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _compact(shape: tuple[int, ...], size: int) -> tuple[tuple[int, ...], int]:
+    return compact_strides(shape), prod(shape) * size
+
+
+def stream_of(view: ArrayView) -> int:
+    """Handle of the caller's current stream on the view's device; 0 on the CPU."""
+    if view.device.kind == "cpu":
+        return 0
+    return ADAPTERS[native(view)].stream(view.device.index)
+
+
+def on_device(view: ArrayView) -> AbstractContextManager[Any]:
+    """Make the view's GPU current for CuPy's own functions; the other frameworks follow their arrays."""
+    if native(view) == "cupy":
+        return cupy_module().cuda.Device(view.device.index)  # type: ignore[no-any-return]
+    return nullcontext()
+
+
+_lent: list[tuple[Any, list[ArrayView]]] = []
+_lent_lock = threading.Lock()
+
+
+def hold(views: tuple[ArrayView | None, ...]) -> None:
+    """Keep memory of foreign DLPack producers until the GPU has read it.
+
+    torch, CuPy and XLA order the reuse of their memory after work on the stream; of others nothing is known.
+    """
+    borrowed = [v for v in views if v is not None and v.framework == "dlpack" and v.device.kind == "cuda"]
+    if not borrowed:
+        return
+    cupy = cupy_module()
+    with on_device(borrowed[0]):
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(cupy.cuda.get_current_stream())
+    with _lent_lock:
+        _lent[:] = [entry for entry in _lent if not entry[0].done]
+        _lent.append((event, borrowed))
+
+
+class _Memory:
+    """Lends memory to NumPy by address, and keeps its owner."""
+
+    def __init__(self, view: ArrayView) -> None:
+        size = ITEMSIZE[view.dtype]
+        self.owner = view.array
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (view.ptr, False),
+            "shape": view.shape,
+            "strides": tuple(s * size for s in view.strides),
+            "typestr": np.dtype("uint16" if view.dtype == "bfloat16" else view.dtype).str,
+        }
+
+
+def host(view: ArrayView) -> NDArray[Any]:
+    """A CPU view as a NumPy array over the same memory; bfloat16 comes as the uint16 of its bits."""
+    return np.asarray(_Memory(view))
+
+
+def namespace(framework: str) -> ModuleType:
+    """The module with the framework's array functions: numpy, cupy, torch or jax.numpy."""
+    return importlib.import_module("jax.numpy" if framework == "jax" else framework)
+
+
+def current_gpu() -> int | None:
+    """Ordinal of the current GPU; None where there is no usable one."""
+    try:
+        runtime = cupy_module().cuda
+    except ImportError:
+        return None
+    return int(runtime.runtime.getDevice()) if runtime.is_available() else None

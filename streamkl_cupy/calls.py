@@ -1,0 +1,115 @@
+"""From described arrays to a launch: the checked form of a call, kept so that the next one like it is a lookup."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any, NamedTuple
+
+from . import arrays, validate
+from .arrays import ArrayView, Gradients, Inputs, RowStats, Saved, describe
+from .problem import INPUT_NAMES, Device, Options, Problem
+
+
+class Ready(NamedTuple):
+    """A checked call, with what its results look like."""
+
+    runner: Any
+    problem: Problem
+    row_shape: tuple[int, ...]
+    stat_dtype: str
+
+
+LIMIT = 1024
+# From what a call looks like to its checked form, and from the problem to its runner: calls that differ only in what
+# does not matter share one. Reads take no lock, because a single dictionary operation is safe in every thread.
+_ready: dict[Any, Ready] = {}
+_runners: dict[Problem, Any] = {}
+_building = threading.RLock()
+
+
+def prepare(inputs: Inputs, chosen: Options) -> Ready:
+    """The checked form of a call, or the error that says what is wrong with it."""
+    a, b, c, d = inputs
+    # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
+    key = (a[1:6], b[1:6], c[1:6], d[1:6], a.ptr & 15, b.ptr & 15, c.ptr & 15, d.ptr & 15, chosen)
+    ready = _ready.get(key)
+    if ready is None:
+        problem = validate.to_problem(inputs, chosen)
+        ready = Ready(runner_for(problem), problem, problem.row_shape, problem.stat_dtype)
+        _remember(_ready, key, ready)
+    return ready
+
+
+def runner_for(problem: Problem) -> Any:
+    """The one Runner of a problem."""
+    runner = _runners.get(problem)
+    if runner is None:
+        with _building:
+            runner = _runners.get(problem) or backend(problem.device).Runner(problem)
+            _remember(_runners, problem, runner)
+    return runner
+
+
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    """Bounded, oldest out first: a program with ever new shapes must not grow for ever."""
+    with _building:
+        while len(cache) >= LIMIT:
+            del cache[next(iter(cache))]
+        cache[key] = value
+
+
+def backend(device: Device) -> Any:
+    """The module whose Runner serves a device."""
+    if device.kind == "cpu":
+        return importlib.import_module(".numpy_backend", __package__)
+    arrays.cupy_module()
+    return importlib.import_module(".launch", __package__)
+
+
+def view_inputs(teacher_q: Any, teacher_k: Any, student_q: Any, student_k: Any) -> Inputs:
+    """Describe the four operands."""
+    return Inputs(
+        describe("teacher_q", teacher_q),
+        describe("teacher_k", teacher_k),
+        describe("student_q", student_q),
+        describe("student_k", student_k),
+    )
+
+
+def outline(given: tuple[Any, ...], device: Device | None = None) -> Inputs:
+    """Views of arrays or stand-ins, as if on `device` where one is given.
+
+    Stand-ins are where the arrays among the four are, else on the current GPU, else on the CPU.
+    """
+    views = {n: describe(n, x) for n, x in zip(INPUT_NAMES, given, strict=True) if not arrays.is_standin(n, x)}
+    framework = "stand-in"
+    if views:
+        like = next(iter(views.values()))
+        framework, place = like.framework, like.device
+    else:
+        gpu = None if device else arrays.current_gpu()
+        place = arrays.CPU if gpu is None else arrays.cuda(gpu)
+    for name, x in zip(INPUT_NAMES, given, strict=True):
+        view = views.get(name) or arrays.standin(name, x, place)._replace(framework=framework)
+        views[name] = view if device is None else view._replace(device=device)
+    return Inputs(**views)
+
+
+def forward(inputs: Inputs, ready: Ready) -> RowStats:
+    """Allocate row results and launch."""
+    like = inputs.student_q
+    outputs = arrays.empty_rows(like, ready.row_shape, ready.stat_dtype)
+    ready.runner.forward(inputs, outputs, arrays.stream_of(like))
+    arrays.hold(inputs)
+    return outputs
+
+
+def backward(inputs: Inputs, ready: Ready, saved: Saved, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+    """Allocate the gradients named in `wrt` and launch; None for the others."""
+    outputs: list[ArrayView | None] = [
+        arrays.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs
+    ]
+    ready.runner.backward(inputs, saved, Gradients(*outputs), arrays.stream_of(inputs.student_q))
+    arrays.hold((*inputs, *saved))
+    return tuple(None if out is None else out.array for out in outputs)

@@ -1,0 +1,48 @@
+"""From values per row to the result: weights, sum, mean, and the gradient that these send back to each row.
+
+Written once for every framework: `xp` is numpy, cupy, torch or jax.numpy, and nothing here breaks autograd or tracing.
+A row without a key (log-sum-exp -inf) has no part in any of it, whatever its weight holds; so it is selected away, not
+multiplied by zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def reduce_rows(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) -> Any:
+    """Weighted rows, their sum, or sum(w KL) / sum(w) over rows that see a key; 0 where sum(w) is 0.
+
+    `kl` and `lse` have the shape of the rows; `weight` broadcasts to it, None means 1.
+    """
+    if weight is None and reduction != "mean":
+        return kl if reduction == "none" else xp.sum(kl)
+    w = _row_weights(xp, lse, weight, kl.dtype)
+    # A row that weighs nothing must not spoil the rest when its own value is NaN; a plain product would keep
+    # 0 * NaN. The product is left alone elsewhere, so that it still has its derivative for the weight.
+    value = w * xp.where((w == 0) & (kl != kl), 0.0, kl)
+    if reduction == "none":
+        return value
+    total = xp.sum(value)
+    if reduction == "sum":
+        return total
+    mass = xp.sum(w)
+    return xp.where(mass == 0, 0.0, total / xp.where(mass == 0, 1.0, mass))
+
+
+def row_gradient(xp: Any, lse: Any, weight: Any, reduction: str) -> Any:
+    """Derivative of the sum or mean by each row's value: what the backward takes as `grad`."""
+    w = _row_weights(xp, lse, weight, lse.dtype)
+    if reduction == "sum":
+        return w
+    mass = xp.sum(w)
+    return xp.where(mass == 0, 0.0, w / xp.where(mass == 0, 1.0, mass))
+
+
+def _row_weights(xp: Any, lse: Any, weight: Any, dtype: Any) -> Any:
+    """Weights in the shape and dtype of the rows, exactly 0 where a row sees no key."""
+    if weight is None:
+        given: Any = 1.0
+    else:
+        given = weight.to(dtype) if hasattr(weight, "to") else weight.astype(dtype)
+    return xp.where(lse == -xp.inf, xp.zeros_like(lse), given)

@@ -1,0 +1,290 @@
+"""Arguments in, a frozen `Problem` out, or an error that names the argument, what came and what is allowed.
+
+TypeError is for kinds and dtypes, ValueError for shapes and options, NotImplementedError for what is not built. Nothing
+here touches the contents of an array, and nothing has been launched or allocated when it raises.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from . import arrays
+from .adapters import kind_of
+from .arrays import ArrayView, Inputs
+from .problem import INPUT_NAMES, MaskSpec, Operand, Options, Problem, Side, canonical_strides
+
+LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
+PRECISIONS = ("highest", "high")
+REDUCTIONS = ("none", "sum", "mean")
+MAX_TEACHER_DIM = 576
+MAX_DIM = 256
+WRT_EXAMPLE = 'wrt=("student_q", "student_k")'
+
+
+def options(
+    teacher_scale: Any = None,
+    student_scale: Any = None,
+    causal: Any = False,
+    q_offset: Any = None,
+    layout: Any = "bhnd",
+    precision: Any = "highest",
+    deterministic: Any = None,
+) -> Options:
+    """The shared keyword arguments as plain Python values, so that equal requests are equal cache keys."""
+    if teacher_scale is not None:
+        teacher_scale = _scale("teacher_scale", teacher_scale)
+    if student_scale is not None:
+        student_scale = _scale("student_scale", student_scale)
+    if type(causal) is not bool:
+        causal = _flag("causal", causal)
+    if q_offset is not None:
+        q_offset = _integer("q_offset", q_offset)
+        if not causal:
+            raise ValueError(
+                f"q_offset={q_offset} moves the causal diagonal, but causal is False; pass causal=True or leave it out"
+            )
+    if layout != "bhnd":
+        choice("layout", layout, LAYOUTS)
+    if precision != "highest":
+        choice("precision", precision, PRECISIONS)
+    if deterministic is not None and type(deterministic) is not bool:
+        deterministic = _flag("deterministic", deterministic)
+    return Options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+
+
+def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Check an argument that is one of a few words."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is a {kind_of(value)}; allowed are {_listed(allowed)}")
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; allowed are {_listed(allowed)}")
+
+
+def wanted(wrt: Any, has_kl: bool = True) -> tuple[str, ...]:
+    """The names of `wrt`, checked."""
+    if isinstance(wrt, str):
+        raise TypeError(f"wrt={wrt!r} is a string; write it as a tuple: wrt=({wrt!r},)")
+    if not isinstance(wrt, (tuple, list)):
+        raise TypeError(f"wrt is a {kind_of(wrt)}; pass a tuple of argument names, such as {WRT_EXAMPLE}")
+    for name in wrt:
+        if name not in INPUT_NAMES:
+            raise ValueError(f"wrt names {name!r}; allowed are {_listed(INPUT_NAMES)}")
+    if not wrt:
+        raise ValueError(f"wrt is empty; name at least one input, such as {WRT_EXAMPLE}")
+    if len(set(wrt)) != len(wrt):
+        raise ValueError(f"wrt={tuple(wrt)!r} names an input twice; name each once")
+    teacher = [name for name in wrt if name.startswith("teacher")]
+    if teacher and not has_kl:
+        raise ValueError(
+            f"wrt asks for {teacher[0]}, whose gradient needs the row values: pass kl=, as attention_kl_forward "
+            f"returned it"
+        )
+    return tuple(wrt)
+
+
+def gradients_built(problem: Problem, wrt: tuple[str, ...]) -> None:
+    """Refuse gradients that no kernel computes."""
+    if problem.device.kind == "cuda" and problem.teacher.dim > MAX_DIM and any(n.startswith("teacher") for n in wrt):
+        raise NotImplementedError(
+            f"gradients to teacher_q and teacher_k are built for head dims up to {MAX_DIM} on CUDA, but the teacher's "
+            f'is {problem.teacher.dim}; built for it: wrt of "student_q" and "student_k"'
+        )
+
+
+def one_framework(found: dict[str, str]) -> str:
+    """The framework that all named arguments share."""
+    (first, framework), *rest = found.items()
+    for name, other in rest:
+        if other != framework:
+            raise TypeError(
+                f"{first} is a {framework} array, but {name} is a {other} array; all arrays of a call come from one "
+                f"framework, because no copy is made behind your back. Convert {name} first"
+            )
+    return framework
+
+
+def to_problem(inputs: Inputs, chosen: Options) -> Problem:
+    """Check four views against each other and freeze what they ask for."""
+    tq, tk, sq, sk = inputs
+    for view in inputs[1:]:
+        same_place(tq, view)
+    if not 2 <= len(tq.shape) <= 4:
+        raise ValueError(
+            f"teacher_q: shape {tq.shape} has {len(tq.shape)} axes; allowed are 4, {LAYOUTS[chosen.layout]}, "
+            f"3 without batch, and 2 without heads"
+        )
+    for view in inputs[1:]:
+        if len(view.shape) != len(tq.shape):
+            raise ValueError(
+                f"{view.name}: shape {view.shape} has {len(view.shape)} axes, but teacher_q {tq.shape} has "
+                f"{len(tq.shape)}; all four inputs have the same number"
+            )
+    extents = {view.name: _extents(view, chosen.layout) for view in inputs}
+    sides = (("teacher", tq, tk, MAX_TEACHER_DIM), ("student", sq, sk, MAX_DIM))
+    for side, q, k, limit in sides:
+        _check_side(side, q, k, extents, limit)
+    for axis, (what, plural) in enumerate((("batch", "batch entries"), ("query heads", "heads"), ("queries", "rows"))):
+        _must_agree("student_q", "teacher_q", what, plural, extents, axis)
+    _must_agree("student_k", "teacher_k", "keys", "keys", extents, 2)
+    batch, heads, queries, _ = extents["teacher_q"]
+    keys = extents["teacher_k"][2]
+    mask = MaskSpec()
+    if chosen.causal:
+        offset = keys - queries if chosen.q_offset is None else chosen.q_offset
+        # Beyond these ends nothing changes any more, and 32-bit kernel arithmetic is safe.
+        mask = MaskSpec("causal", (("q_offset", max(-queries, min(offset, keys))),))
+    return Problem(
+        batch=batch,
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        teacher=_side(tq, tk, extents, chosen.teacher_scale, chosen.layout),
+        student=_side(sq, sk, extents, chosen.student_scale, chosen.layout),
+        mask=mask,
+        device=tq.device,
+        layout=chosen.layout,
+        rank=len(tq.shape),
+        precision=chosen.precision,
+        deterministic=bool(chosen.deterministic),
+    )
+
+
+def same_place(first: ArrayView, view: ArrayView) -> None:
+    """One framework and one device for all arrays of a call."""
+    if view.framework != first.framework and arrays.native(view) != arrays.native(first):
+        one_framework({first.name: arrays.native(first), view.name: arrays.native(view)})
+    if view.device is not first.device and view.device != first.device:
+        raise ValueError(
+            f"{first.name} is on {first.device}, but {view.name} is on {view.device}; all arrays of a call live on one "
+            f"device. Move {view.name} first"
+        )
+
+
+def row_array(view: ArrayView, problem: Problem, like: ArrayView) -> None:
+    """Check an array with one value per query row: grad, kl or a log-sum-exp."""
+    if view.shape != problem.row_shape:
+        raise ValueError(
+            f"{view.name}: shape {view.shape}, but there is one value per query row: expected {problem.row_shape}"
+        )
+    if view.dtype != problem.stat_dtype:
+        raise TypeError(f"{view.name}: dtype {view.dtype}, but the rows of this call are {problem.stat_dtype}; convert")
+    same_place(like, view)
+
+
+def weight_framework(weight: Any) -> str:
+    """The framework of weights, which must be an array."""
+    if not hasattr(weight, "shape") or isinstance(weight, np.generic):
+        raise TypeError(f"row_weight is a {kind_of(weight)}; pass an array of the inputs' framework, such as ones")
+    return arrays.framework_of("row_weight", weight)
+
+
+def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> None:
+    """Check weights: an array of real numbers of the inputs' framework that broadcasts to the rows."""
+    one_framework({like.name: like.framework, "row_weight": weight_framework(weight)})
+    label = str(weight.dtype).removeprefix("torch.")
+    if not label.startswith(("float", "bfloat", "int", "uint", "bool")):
+        raise TypeError(f"row_weight has dtype {label}; allowed are real numbers and bool")
+    shape = tuple(weight.shape)
+    try:
+        fits = np.broadcast_shapes(shape, row_shape) == row_shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"row_weight: shape {shape} does not broadcast to the rows {row_shape}")
+
+
+def _check_side(
+    side: str, q: ArrayView, k: ArrayView, extents: dict[str, tuple[int, int, int, int]], limit: int
+) -> None:
+    for view in (q, k):
+        if view.dtype == "float64" and view.device.kind == "cuda":
+            raise TypeError(
+                f"{view.name} is float64 on {view.device}; allowed on CUDA are bfloat16, float16 and float32. "
+                f"Convert to float32, or compute on the CPU, which has float64"
+            )
+    if q.dtype != k.dtype:
+        raise TypeError(
+            f"{k.name} is {k.dtype}, but {q.name} is {q.dtype}; queries and keys of one side share a dtype (teacher "
+            f"and student may differ)"
+        )
+    _must_agree(k.name, q.name, "head dim", "columns", extents, 3)
+    _must_agree(k.name, q.name, "batch", "batch entries", extents, 0)
+    dim, heads, key_heads = extents[q.name][3], extents[q.name][1], extents[k.name][1]
+    if dim < 1:
+        raise ValueError(f"{q.name}: head dim 0; allowed are 1 to {limit} for the {side}")
+    if dim > limit:
+        raise NotImplementedError(f"{q.name}: head dim {dim}; built are 1 to {limit} for the {side}")
+    if (key_heads == 0) != (heads == 0) or (key_heads and heads % key_heads):
+        raise ValueError(
+            f"{k.name}: {key_heads} key heads do not divide the {heads} query heads of {q.name}; every key head must "
+            f"serve the same number of query heads"
+        )
+
+
+def _must_agree(
+    name: str, other: str, what: str, plural: str, extents: dict[str, tuple[int, int, int, int]], axis: int
+) -> None:
+    have, want = extents[name][axis], extents[other][axis]
+    if have != want:
+        hint = "; an op that sums over a teacher's heads is not built" if what == "query heads" else ""
+        raise ValueError(f"{name}: {have} {plural}, but {other} has {want}; both must share the {what} axis{hint}")
+
+
+def _extents(view: ArrayView, layout: str) -> tuple[int, int, int, int]:
+    b, h, r, d = canonical_strides(view.shape, len(view.shape), layout, trailing=1)
+    rank = len(view.shape)
+    return (b if rank == 4 else 1, h if rank >= 3 else 1, r, d)
+
+
+def _side(
+    q: ArrayView, k: ArrayView, extents: dict[str, tuple[int, int, int, int]], scale: float | None, layout: str
+) -> Side:
+    if scale is None:
+        scale = 1.0 / math.sqrt(extents[q.name][3])
+    return Side(_operand(q, extents[q.name], layout), _operand(k, extents[k.name], layout), scale)
+
+
+def _operand(view: ArrayView, extents: tuple[int, int, int, int], layout: str) -> Operand:
+    b, h, r, d = canonical_strides(view.strides, len(view.shape), layout, trailing=1)
+    return Operand(extents[1], extents[2], extents[3], view.dtype, (b, h, r, d), view.ptr % 16 == 0)
+
+
+def _scale(name: str, value: Any) -> float:
+    if type(value) is not float:
+        if isinstance(value, (bool, np.bool_, str, bytes)) or getattr(value, "shape", ()) != ():
+            raise TypeError(f"{name} is a {kind_of(value)}; allowed are a number, and an array without axes")
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        except Exception as cause:
+            raise TypeError(f"{name} is a {kind_of(value)}; allowed are a number known now (not traced)") from cause
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} is not finite; allowed is every finite number, 0 and negative included")
+    return float(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    if type(value) is not int:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} is a {kind_of(value)}; allowed is an integer")
+        try:
+            value = operator.index(value)
+        except Exception as cause:
+            raise TypeError(f"{name}={value!r} is a {kind_of(value)}; allowed is an integer") from cause
+    return int(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, np.bool_):
+        raise TypeError(f"{name}={value!r} is a {kind_of(value)}; allowed are True and False")
+    return bool(value)
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(f'"{word}"' for word in words)
