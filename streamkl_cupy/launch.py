@@ -17,7 +17,7 @@ from .arch import DeviceFacts
 from .compile import load
 from .errors import CaptureError, DriverError
 from .masks import MASKS
-from .plan import ELEMENT_BYTES, KernelPlan, Plan, make_plan
+from .planning import ELEMENT_BYTES, KernelPlan, Plan, make_plan
 from .problem import INPUT_NAMES, Problem, canonical_strides
 from .source import flatten
 

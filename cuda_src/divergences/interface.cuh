@@ -2,8 +2,8 @@
 //
 //   struct RowState            partial sums of one row over some of its keys, associative:
 //     start()                  no key seen yet
-//     absorb(t, s, ct, cs)     adds keys: t[i], s[i] for i < kCount, logits in base 2 after scaling by ct, cs.
-//                              A pair at kMasked (with scales 1) counts for nothing.
+//     absorb(rows, t, s, ct, cs)  static: adds keys to several rows, t[r][i] and s[r][i] for i < Row::kCount, logits in
+//                              base 2 after scaling by ct, cs. A pair at kMasked (with scales 1) counts for nothing.
 //     merge(other)             joins two states over disjoint keys
 //     shuffle(mask)            the state of the lane `mask` away
 //     finish(value, lse_t, lse_s) value of the row and the two natural log-sum-exps; a row without keys gives 0, -inf, -inf

@@ -25,34 +25,59 @@ struct RowState {
         r_s = to_s;
     }
 
-    // 2^60 per call leaves 2^67 calls before float overflows; a NaN fails the comparison and stays a NaN.
-    template <class Row>
-    __device__ void absorb(const Row t, const Row s, float ct, float cs) {
-        constexpr float safe = 1.152921504606847e18f;
-        for (bool moved = false;; moved = true) {
-            float sum_t = 0.f, sum_s = 0.f, sum_a = 0.f;
+    // The sums of one tile over the row's keys, relative to the references.
+    struct Sums {
+        float l_t, l_s, a;
+
+        template <class Row>
+        __device__ void take(const RowState& x, const Row& t, const Row& s, float ct, float cs) {
+            l_t = l_s = a = 0.f;
 #pragma unroll
             for (int i = 0; i < Row::kCount; ++i) {
-                const float u = fmaf(t[i], ct, -r_t), v = fmaf(s[i], cs, -r_s);
+                const float u = fmaf(t[i], ct, -x.r_t), v = fmaf(s[i], cs, -x.r_s);
                 const float p = exp2_approx(u);
-                sum_t += p;
-                sum_s += exp2_approx(v);
-                sum_a = fmaf(p, u - v, sum_a);
+                l_t += p;
+                l_s += exp2_approx(v);
+                a = fmaf(p, u - v, a);
             }
-            if (moved || (sum_t < safe && sum_s < safe)) {
-                l_t += sum_t;
-                l_s += sum_s;
-                a += sum_a;
-                return;
-            }
-            float to_t = r_t, to_s = r_s;
-#pragma unroll
-            for (int i = 0; i < Row::kCount; ++i) {
-                to_t = fmaxf(to_t, t[i] * ct);
-                to_s = fmaxf(to_s, s[i] * cs);
-            }
-            move_references(to_t, to_s);
         }
+        // 2^60 per tile leaves 2^67 tiles before float overflows; a NaN fails the comparison and stays a NaN.
+        __device__ bool safe() const { return l_t < 1.152921504606847e18f && l_s < 1.152921504606847e18f; }
+    };
+
+    __device__ void add(const Sums& x) {
+        l_t += x.l_t;
+        l_s += x.l_s;
+        a += x.a;
+    }
+
+    // All rows of a lane in one pass, so that their chains of additions overlap; the references move afterwards, for
+    // the rows that need it, and those passes are done again. Ordinary data needs that for its first tile only.
+    template <int COUNT, class Row>
+    __device__ static void absorb(RowState (&rows)[COUNT], const Row (&t)[COUNT], const Row (&s)[COUNT], float ct, float cs) {
+        Sums sums[COUNT];
+        bool safe = true;
+#pragma unroll
+        for (int r = 0; r < COUNT; ++r) {
+            sums[r].take(rows[r], t[r], s[r], ct, cs);
+            safe = safe && sums[r].safe();
+        }
+        if (!safe) {
+#pragma unroll
+            for (int r = 0; r < COUNT; ++r) {
+                if (sums[r].safe()) continue;
+                float to_t = rows[r].r_t, to_s = rows[r].r_s;
+#pragma unroll
+                for (int i = 0; i < Row::kCount; ++i) {
+                    to_t = fmaxf(to_t, t[r][i] * ct);
+                    to_s = fmaxf(to_s, s[r][i] * cs);
+                }
+                rows[r].move_references(to_t, to_s);
+                sums[r].take(rows[r], t[r], s[r], ct, cs);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < COUNT; ++r) rows[r].add(sums[r]);
     }
 
     __device__ void merge(RowState other) {

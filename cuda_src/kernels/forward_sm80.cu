@@ -20,6 +20,7 @@ using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
 using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
 
 constexpr int kTiles = kColumns / 8;
+constexpr int kLaneRows = 2 * kWarpTiles;  // rows of which a lane holds elements: i is row 16 * (i / 2) + 8 * (i % 2) of its warp
 constexpr int kQueryBytes = TeacherTile::bytes(kRows) + StudentTile::bytes(kRows);
 constexpr int kStageBytes = TeacherTile::bytes(kColumns) + StudentTile::bytes(kColumns);
 
@@ -28,7 +29,7 @@ static_assert(kQueryBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem
 
 // One tile's logits into the row states; with MASKED the pairs that are not visible are put out of the way first.
 template <bool MASKED>
-__device__ inline void absorb(RowState (&state)[kWarpTiles][2], Strip<kTiles>& t, Strip<kTiles>& s, const Mask& mask, int row,
+__device__ inline void absorb(RowState (&state)[kLaneRows], Strip<kTiles>& t, Strip<kTiles>& s, const Mask& mask, int row,
                               int column, float ct, float cs) {
     if constexpr (MASKED) {
 #pragma unroll
@@ -43,11 +44,13 @@ __device__ inline void absorb(RowState (&state)[kWarpTiles][2], Strip<kTiles>& t
                 }
         ct = cs = 1.f;
     }
+    FragmentRow<kTiles> row_t[kLaneRows], row_s[kLaneRows];
 #pragma unroll
-    for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            state[m][half].absorb(FragmentRow<kTiles>{t[m], half}, FragmentRow<kTiles>{s[m], half}, ct, cs);
+    for (int i = 0; i < kLaneRows; ++i) {
+        row_t[i] = {t[i / 2], i % 2};
+        row_s[i] = {s[i / 2], i % 2};
+    }
+    RowState::absorb(state, row_t, row_s, ct, cs);
     __syncwarp();  // lanes whose references moved took longer; the matrix instructions want all of them
 }
 
@@ -87,9 +90,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
     const int row = first_row + warp_row + lane / 4;
-    RowState state[kWarpTiles][2];
+    RowState state[kLaneRows];
 #pragma unroll
-    for (int m = 0; m < kWarpTiles; ++m) state[m][0].start(), state[m][1].start();
+    for (int i = 0; i < kLaneRows; ++i) state[i].start();
 
     Stationary<TeacherTile, SKL_RESIDENT> q_t;
     Stationary<StudentTile, SKL_RESIDENT> q_s;
@@ -125,14 +128,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     float* const lse_t = args.teacher_lse.at(block.batch, block.head);
     float* const lse_s = args.student_lse.at(block.batch, block.head);
 #pragma unroll
-    for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            RowState& x = state[m][half];
-            x.merge(x.shuffle(1));
-            x.merge(x.shuffle(2));
-            const int r = row + 16 * m + 8 * half;
-            if ((lane & 3) == 0 && r < n.queries)
-                x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
-        }
+    for (int i = 0; i < kLaneRows; ++i) {
+        RowState& x = state[i];
+        x.merge(x.shuffle(1));
+        x.merge(x.shuffle(2));
+        const int r = row + 16 * (i / 2) + 8 * (i % 2);
+        if ((lane & 3) == 0 && r < n.queries)
+            x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
+    }
 }

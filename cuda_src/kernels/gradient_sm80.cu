@@ -50,14 +50,51 @@ struct RowTerms {
     float value;         // base 2
 };
 
-// One row's saved statistics from global memory.
-__device__ inline RowTerms read_terms(const GradientArgs& args, int b, int h, int q) {
-    RowTerms x;
+// One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything.
+__device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
+    RowTerms x = {0.f, 0.f, 0.f, 0.f};
+    if (q >= args.n.queries || mask.keys_of(q, q + 1).empty()) return x;
     x.lse_t = kLog2e * args.teacher_lse.at(b, h)[q * args.teacher_lse.row];
     x.lse_s = kLog2e * args.student_lse.at(b, h)[q * args.student_lse.row];
     x.weight = args.grad.at(b, h)[q * args.grad.row];
     x.value = Logit::kNeedsValue ? kLog2e * args.value.at(b, h)[q * args.value.row] : 0.f;
     return x;
+}
+
+// t becomes the gradient of the logits; `vectors` is where the streamed queries' statistics lie. With MASKED the pairs
+// that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
+// one would be turned into selections that every tile pays for.
+template <bool MASKED>
+__device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s, const RowTerms (&terms)[kWarpTiles][2], u32 vectors,
+                                       float lift, const Mask& mask, int row, int first_column, float ct, float cs) {
+#pragma unroll
+    for (int c = 0; c < kTiles; ++c) {
+        const int column = 8 * c + 2 * (lane_id() & 3);
+        RowTerms streamed[2];
+        if constexpr (!kRowsAreQueries) {
+            const float2 lse_t = shared_float2(vectors + 4 * column), lse_s = shared_float2(vectors + 4 * (kColumns + column));
+            const float2 g = shared_float2(vectors + 4 * (2 * kColumns + column));
+            const float2 value = Logit::kNeedsValue ? shared_float2(vectors + 4 * (3 * kColumns + column)) : make_float2(0.f, 0.f);
+            streamed[0] = {kLog2e * lse_t.x, kLog2e * lse_s.x, lift * g.x, kLog2e * value.x};
+            streamed[1] = {kLog2e * lse_t.y, kLog2e * lse_s.y, lift * g.y, kLog2e * value.y};
+        }
+#pragma unroll
+        for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const RowTerms& x = kRowsAreQueries ? terms[m][e >> 1] : streamed[e & 1];
+                float dx = Logit::evaluate(fmaf(t[m][c][e], ct, -x.lse_t), fmaf(s[m][c][e], cs, -x.lse_s), x.value);
+                if constexpr (!kRowsAreQueries)
+                    dx *= x.weight;
+                else if constexpr (OutElement::kNarrowExponent)
+                    dx *= power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(x.value)));
+                if constexpr (MASKED) {
+                    const int r = row + 16 * m + (e >> 1) * 8, other = first_column + column + (e & 1);
+                    if (!(kRowsAreQueries ? mask.visible(r, other) : mask.visible(other, r))) dx = 0.f;
+                }
+                t[m][c][e] = dx;
+            }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_gradient(const __grid_constant__ GradientArgs args) {
@@ -134,9 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const int q = row + 16 * m + 8 * half;
-                    const bool sees = q < end_row && !mask.keys_of(q, q + 1).empty();  // memory of other rows may hold anything
-                    terms[m][half] = sees ? read_terms(args, block.batch, head, q) : RowTerms{0.f, 0.f, 0.f, 0.f};
+                    terms[m][half] = read_terms(args, mask, block.batch, head, row + 16 * m + 8 * half);
                 }
         }
         cp_async_wait<kStages - 1>();
@@ -191,42 +226,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             scores<kTiles>(t, a_t, columns_t(i));
             scores<kTiles>(s, a_s, columns_s(i));
 
-            // t becomes the gradient of the logits
-#pragma unroll
-            for (int c = 0; c < kTiles; ++c) {
-                const int column = 8 * c + 2 * (lane & 3);
-                RowTerms streamed[2];
-                if constexpr (!kRowsAreQueries) {
-                    const float2 lse_t = shared_float2(vectors + 4 * column), lse_s = shared_float2(vectors + 4 * (kColumns + column));
-                    const float2 g = shared_float2(vectors + 4 * (2 * kColumns + column));
-                    const float2 value = Logit::kNeedsValue ? shared_float2(vectors + 4 * (3 * kColumns + column)) : make_float2(0.f, 0.f);
-                    streamed[0] = {kLog2e * lse_t.x, kLog2e * lse_s.x, lift * g.x, kLog2e * value.x};
-                    streamed[1] = {kLog2e * lse_t.y, kLog2e * lse_s.y, lift * g.y, kLog2e * value.y};
-                }
-#pragma unroll
-                for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const RowTerms& x = kRowsAreQueries ? terms[m][e >> 1] : streamed[e & 1];
-                        float dx = Logit::evaluate(fmaf(t[m][c][e], ct, -x.lse_t), fmaf(s[m][c][e], cs, -x.lse_s), x.value);
-                        if constexpr (!kRowsAreQueries)
-                            dx *= x.weight;
-                        else if constexpr (OutElement::kNarrowExponent)
-                            dx *= power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(x.value)));
-                        t[m][c][e] = dx;
-                    }
-            }
-            if (!full) {
-#pragma unroll
-                for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-                    for (int c = 0; c < kTiles; ++c)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const int r = row + 16 * m + (e >> 1) * 8, column = first_column + 8 * c + 2 * (lane & 3) + (e & 1);
-                            if (!(kRowsAreQueries ? mask.visible(r, column) : mask.visible(column, r))) t[m][c][e] = 0.f;
-                        }
-            }
+            if (full)
+                logit_gradients<false>(t, s, terms, vectors, lift, mask, row, first_column, ct, cs);
+            else
+                logit_gradients<true>(t, s, terms, vectors, lift, mask, row, first_column, ct, cs);
 
             const OutTile streamed = [&] {
                 if constexpr (kSide == kTeacher) return columns_t(i);
@@ -260,9 +263,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             const int r = row + 16 * m + 8 * half;
             float factor = Logit::kFactor * args.out_scale;
             if constexpr (kRowsAreQueries) {
-                factor *= terms[m][half].weight;
-                if constexpr (OutElement::kNarrowExponent)
-                    factor *= power_of_two(exponent_of(Logit::bound(terms[m][half].value)) + 1 - kTopExponent);
+                const RowTerms x = read_terms(args, mask, block.batch, block.head, r);  // again: registers are dear in the loop
+                factor *= x.weight;
+                if constexpr (OutElement::kNarrowExponent) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
             } else if constexpr (OutElement::kNarrowExponent) {
                 factor *= power_of_two(exponent - kTopExponent);
             }

@@ -120,7 +120,7 @@ __device__ inline void accumulators_to_a(FragmentA<CODE>& a, const float (&left)
 // The elements of one row that this lane holds: row half 0 or 1 of a strip of accumulators.
 template <int TILES>
 struct FragmentRow {
-    const float (&tiles)[TILES][4];
+    const float (*tiles)[4];
     int half;
     static constexpr int kCount = 2 * TILES;
     __device__ float operator[](int i) const { return tiles[i >> 1][2 * half + (i & 1)]; }

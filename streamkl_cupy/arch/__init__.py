@@ -1,4 +1,4 @@
-"""Kernel families: one file each, all answering the same questions. `plan.py` asks; it knows no hardware number itself."""
+"""Kernel families: one file each, all answering the same questions. `planning.py` asks and knows no number."""
 
 from __future__ import annotations
 
