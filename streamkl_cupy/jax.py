@@ -1,0 +1,463 @@
+"""JAX: ``attention_kl`` under grad, jit, vmap, scan, remat and shard_map, and the explicit functions on JAX arrays.
+
+XLA owns the memory, the stream and the order of things, so every call, an eager one too, is a jitted
+``jax.experimental.buffer_callback``: XLA hands the callback its buffers and its stream, the callback launches and
+returns. The gradient is a ``custom_vjp`` whose backward is itself a ``custom_vjp`` that refuses to be differentiated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from . import api, arrays, calls, reduce, validate
+from .adapters import kind_of
+from .problem import INPUT_NAMES, STUDENT, Options, Problem, compact_strides
+
+__all__ = ["attention_kl", "attention_kl_backward", "attention_kl_forward", "attention_kl_value_and_grad"]
+
+TESTED_JAX = "0.10.2 and 0.11.2"
+
+_NO_SECOND_ORDER = (
+    "streamkl_cupy.attention_kl has first-order gradients only: its backward cannot be differentiated again. "
+    "Use a dense attention KL where second-order terms are needed."
+)
+
+
+_Result: Any = jax.ShapeDtypeStruct  # not annotated in JAX
+
+
+class _Config(NamedTuple):
+    """What a trace depends on beside shapes and dtypes."""
+
+    options: Options
+    platform: str
+
+
+def attention_kl(
+    teacher_q: jax.Array,
+    teacher_k: jax.Array,
+    student_q: jax.Array,
+    student_k: jax.Array,
+    *,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    row_weight: Any = None,
+    reduction: str = "none",
+    layout: str = "bhnd",
+    precision: str = "highest",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Any:
+    """KL divergence from a teacher's to a student's attention rows, differentiable by JAX.
+
+    The arguments, results and accuracy are those of :func:`streamkl_cupy.attention_kl`, which comes here when it is
+    given JAX arrays. Gradients of first order reach the four inputs and ``row_weight``; only those that are asked for
+    are computed. The log-sum-exps carry no gradient. Second order raises NotImplementedError, forward mode TypeError.
+
+    Works under ``jit``, ``grad``, ``vmap``, ``lax.scan``, ``checkpoint`` and ``shard_map``. Everything after the four
+    arrays is static except ``row_weight``. Under plain ``jit`` on sharded arrays XLA gathers them and every device
+    does all the work: use ``shard_map`` over the batch or head axis.
+
+    Example:
+        >>> import jax
+        >>> from streamkl_cupy.jax import attention_kl
+        >>> q, k = jax.random.normal(jax.random.key(0), (2, 2, 4, 8, 16))
+        >>> grad = jax.grad(lambda s: attention_kl(q, k, s, k, causal=True, reduction="mean"))(q)
+        >>> bool(abs(grad).max() < 1e-5)  # student equals teacher: a stationary point
+        True
+    """
+    inputs = _inputs(teacher_q, teacher_k, student_q, student_k)
+    options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    validate.choice("reduction", reduction, validate.REDUCTIONS)
+    config = _Config(options, _platform(inputs[0]))
+    rows = _attention_kl(inputs, row_weight, config=config, reduction=reduction)
+    return rows if return_lse else rows.kl
+
+
+def attention_kl_forward(
+    teacher_q: jax.Array,
+    teacher_k: jax.Array,
+    student_q: jax.Array,
+    student_k: jax.Array,
+    *,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    deterministic: bool | None = None,
+) -> api.KLForward:
+    """Row values and log-sum-exps of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_forward`."""
+    inputs = _concrete("attention_kl_forward", _inputs(teacher_q, teacher_k, student_q, student_k))
+    options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    return api.KLForward(*_forward_entry(inputs, config=_Config(options, _platform(inputs[0]))))
+
+
+def attention_kl_backward(
+    grad: jax.Array,
+    teacher_q: jax.Array,
+    teacher_k: jax.Array,
+    student_q: jax.Array,
+    student_k: jax.Array,
+    teacher_lse: jax.Array,
+    student_lse: jax.Array,
+    kl: jax.Array | None = None,
+    *,
+    wrt: tuple[str, ...] = STUDENT,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    deterministic: bool | None = None,
+) -> api.KLGradients:
+    """Gradients from saved log-sum-exps of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_backward`."""
+    inputs = _concrete("attention_kl_backward", _inputs(teacher_q, teacher_k, student_q, student_k))
+    options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    wrt = validate.wanted(wrt, kl is not None)
+    saved = (grad, teacher_lse, student_lse) if kl is None else (grad, teacher_lse, student_lse, kl)
+    _concrete("attention_kl_backward", saved)
+    config = _Config(options, _platform(inputs[0]))
+    return api.KLGradients(**_backward_entry(inputs, saved, config=config, wrt=_in_order(wrt)))
+
+
+def attention_kl_value_and_grad(
+    teacher_q: jax.Array,
+    teacher_k: jax.Array,
+    student_q: jax.Array,
+    student_k: jax.Array,
+    *,
+    row_weight: Any = None,
+    reduction: str = "mean",
+    wrt: tuple[str, ...] = STUDENT,
+    teacher_scale: float | None = None,
+    student_scale: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    deterministic: bool | None = None,
+) -> tuple[jax.Array, api.KLGradients]:
+    """Loss and gradients of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_value_and_grad`."""
+    inputs = _concrete("attention_kl_value_and_grad", _inputs(teacher_q, teacher_k, student_q, student_k))
+    options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    wrt = validate.wanted(wrt)
+    validate.choice("reduction", reduction, ("sum", "mean"))
+    config = _Config(options, _platform(inputs[0]))
+    value, grads = _value_and_grad(inputs, row_weight, config=config, reduction=reduction, wrt=_in_order(wrt))
+    return value, api.KLGradients(**grads)
+
+
+# The jitted entries. Static arguments are hashable values, so calling again with the same ones neither traces nor
+# compiles again; a callback made anew per call would cost 10 ms each time.
+
+
+@functools.partial(jax.jit, static_argnames=("config", "reduction"))
+def _attention_kl(inputs: tuple[Any, ...], row_weight: Any, *, config: _Config, reduction: str) -> api.KLForward:
+    kl, teacher_lse, student_lse = _rows(config, *_varying_alike(inputs))
+    # Stopped, so that a loss on the log-sum-exps has gradient zero by declaration, as with torch.
+    teacher_lse, student_lse = jax.lax.stop_gradient((teacher_lse, student_lse))
+    _check_weight(row_weight, kl)
+    value = reduce.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
+    return api.KLForward(value, teacher_lse, student_lse)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _forward_entry(inputs: tuple[Any, ...], *, config: _Config) -> tuple[Any, ...]:
+    return _forward(config, inputs)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "wrt"))
+def _backward_entry(
+    inputs: tuple[Any, ...], saved: tuple[Any, ...], *, config: _Config, wrt: tuple[str, ...]
+) -> dict[str, Any]:
+    return _backward(config, wrt, inputs, saved)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "reduction", "wrt"))
+def _value_and_grad(
+    inputs: tuple[Any, ...], row_weight: Any, *, config: _Config, reduction: str, wrt: tuple[str, ...]
+) -> tuple[Any, dict[str, Any]]:
+    kl, teacher_lse, student_lse = _forward(config, inputs)
+    _check_weight(row_weight, kl)
+    value = reduce.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
+    row_grad = reduce.row_gradient(jnp, teacher_lse, row_weight, reduction)
+    return value, _backward(config, wrt, inputs, (row_grad, teacher_lse, student_lse, kl))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows(config: _Config, *inputs: Any) -> tuple[Any, ...]:
+    return _forward(config, inputs)
+
+
+def _rows_fwd(config: _Config, *primals: Any) -> tuple[tuple[Any, ...], Any]:
+    inputs = tuple(p.value for p in primals)
+    stats = _rows(config, *inputs)  # itself, not _forward: an outer transform may differentiate this value as well
+    # Which gradients are wanted must reach the backward as static knowledge. It travels as the extent of an array
+    # without elements; not in the tree of the residuals, which JAX keeps from whichever trace of a jitted caller came
+    # last, so that a backward would see the wishes of another one.
+    wanted = sum(1 << i for i, p in enumerate(primals) if p.perturbed)
+    return stats, (inputs, stats, jnp.zeros((wanted, 0), bool))
+
+
+def _rows_bwd(config: _Config, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    inputs, (kl, teacher_lse, student_lse), wanted = residuals
+    wrt = tuple(name for i, name in enumerate(INPUT_NAMES) if wanted.shape[0] >> i & 1)
+    grad = cotangents[0]
+    if not wrt or isinstance(grad, SymbolicZero):
+        return (None, None, None, None)
+    saved = (grad, teacher_lse, student_lse, kl)
+    grads = _backward_once(config, wrt, inputs, saved if {"teacher_q", "teacher_k"} & set(wrt) else saved[:3])
+    return tuple(grads.get(name) for name in INPUT_NAMES)
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _backward_once(
+    config: _Config, wrt: tuple[str, ...], inputs: tuple[Any, ...], saved: tuple[Any, ...]
+) -> dict[str, Any]:
+    return _backward(config, wrt, inputs, saved)
+
+
+def _backward_once_fwd(config: _Config, wrt: tuple[str, ...], inputs: Any, saved: Any) -> tuple[dict[str, Any], None]:
+    return _backward(config, wrt, inputs, saved), None
+
+
+def _backward_once_bwd(config: _Config, wrt: tuple[str, ...], residuals: None, cotangents: Any) -> NoReturn:
+    raise NotImplementedError(_NO_SECOND_ORDER)
+
+
+_backward_once.defvjp(_backward_once_fwd, _backward_once_bwd)
+
+
+def _forward(config: _Config, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Trace a forward launch: kl and the two log-sum-exps."""
+    problem = _check(config, inputs, ())
+    shape, dtype = problem.row_shape, problem.stat_dtype
+    if 0 in shape or not problem.keys:  # XLA calls no callback for an empty result
+        return jnp.zeros(shape, dtype), jnp.full(shape, -jnp.inf, dtype), jnp.full(shape, -jnp.inf, dtype)
+    rows = _Result(shape, dtype)
+    callback = _forward_callback(config.options, len(shape))
+    launch = _buffer_callback()(callback, (rows, rows, rows), vmap_method="expand_dims")
+    return _marked(launch(*inputs), inputs)
+
+
+def _backward(config: _Config, wrt: tuple[str, ...], inputs: tuple[Any, ...], saved: tuple[Any, ...]) -> dict[str, Any]:
+    """Trace a backward launch: the gradients named in `wrt`. `saved` is grad, the two log-sum-exps and maybe kl."""
+    problem = _check(config, inputs, wrt)
+    for name, x in zip(("grad", "teacher_lse", "student_lse", "kl"), saved):
+        if x.shape != problem.row_shape or x.dtype != problem.stat_dtype:
+            raise ValueError(
+                f"{name}: got shape {x.shape} and dtype {x.dtype}; allowed is {problem.row_shape} in "
+                f"{problem.stat_dtype}, as attention_kl_forward returned it"
+            )
+    results = {name: _Result(x.shape, x.dtype) for name, x in zip(INPUT_NAMES, inputs) if name in wrt}
+    if 0 in problem.row_shape or not problem.keys:
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
+    callback = _backward_callback(config.options, wrt, len(problem.row_shape))
+    launch = _buffer_callback()(callback, results, vmap_method="expand_dims")
+    grads = launch(*inputs, *saved)
+    marked = _marked((grads[name] for name in results), (*inputs, *saved))
+    return dict(zip(results, marked, strict=True))
+
+
+# Inside shard_map, types say along which mesh axes a value varies. A callback's results come without that mark, and a
+# custom gradient must vary as its input does. So all inputs are made to vary alike first; the transpose of that, a sum
+# over the devices for an input that they share, is JAX's own.
+
+
+def _varying_alike(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return _marked(inputs, inputs)
+
+
+def _marked(values: Iterable[Any], like: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values, declared to vary along every mesh axis that any of `like` varies along."""
+    axes = frozenset[Any]().union(*map(_mesh_axes, like))
+    missing = [(x, tuple(axes - _mesh_axes(x))) for x in values]
+    return tuple(jax.lax.pcast(x, names, to="varying") if names else x for x, names in missing)
+
+
+def _mesh_axes(x: Any) -> frozenset[Any]:
+    varying: frozenset[Any] = jax.typeof(x).manual_axis_type.varying
+    return varying
+
+
+@functools.cache
+def _forward_callback(options: Options, lead: int) -> Callable[..., None]:
+    """The function XLA calls with its buffers; one object per configuration, as it is part of XLA's cache key."""
+
+    def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
+        names = (*INPUT_NAMES, *arrays.RowStats._fields)
+        views = [_view(name, buffer) for name, buffer in zip(names, (*buffers, *out))]
+        stream = ctx.stream if views[0].device.kind == "cuda" else 0
+        for part in _unfold(views, lead, options.layout):
+            inputs = arrays.Inputs(*part[:4])
+            calls.prepare(inputs, options).runner.forward(inputs, arrays.RowStats(*part[4:]), stream)
+
+    return callback
+
+
+@functools.cache
+def _backward_callback(options: Options, wrt: tuple[str, ...], lead: int) -> Callable[..., None]:
+    def callback(ctx: Any, out: dict[str, Any], *buffers: Any) -> None:
+        names = (*INPUT_NAMES, *arrays.Saved._fields)
+        views = [_view(name, buffer) for name, buffer in zip(names, buffers)]
+        views += [_view(name, out[name]) for name in wrt]
+        stream = ctx.stream if views[0].device.kind == "cuda" else 0
+        given = len(buffers)
+        for part in _unfold(views, lead, options.layout):
+            saved = arrays.Saved(part[4], part[5], part[6], part[7] if given == 8 else None)
+            wanted = dict(zip(wrt, part[given:]))
+            outputs = arrays.Gradients(*(wanted.get(name) for name in INPUT_NAMES))
+            inputs = arrays.Inputs(*part[:4])
+            calls.prepare(inputs, options).runner.backward(inputs, saved, outputs, stream)
+
+    return callback
+
+
+def _view(name: str, buffer: Any) -> arrays.ArrayView:
+    kind, index = buffer.__dlpack_device__()
+    device = arrays.CPU if kind == _DLPACK_CPU else arrays.cuda(index)
+    shape = buffer.shape
+    return arrays.ArrayView(
+        name, "jax", device, _dtype_name(buffer.dtype), shape, compact_strides(shape), _pointer(buffer), buffer
+    )
+
+
+_dtype_name: Callable[[Any], str] = functools.cache(lambda dtype: str(dtype.name))  # NumPy builds the name every time
+_DLPACK_CPU = 1
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def _pointer(buffer: Any) -> int:
+    """Address of an XLA buffer.
+
+    DLPack is the buffer's only way out that knows bfloat16, and the address is the first word of that struct. The
+    capsule is borrowed: it frees its own struct, and the memory is XLA's anyway.
+    """
+    capsule = buffer.__dlpack__()
+    return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value or 0
+
+
+def _unfold(views: list[arrays.ArrayView], lead: int, layout: str) -> Iterator[list[arrays.ArrayView]]:
+    """Calls of at most four axes that together do what vmap asked for.
+
+    vmap puts axes in front of all arrays, of extent 1 where an array is not mapped. They become part of the batch axis
+    when every array has one stride for the merged axis, which needs no copy; else the outer ones become a loop.
+    `lead` is the number of axes of an unmapped array before its columns: (batch,) (head,) row.
+    """
+    mapped = len(views[0].shape) - (lead + 1)
+    if not mapped:
+        yield views
+        return
+    outer = tuple(max(extents) for extents in zip(*(view.shape[:mapped] for view in views)))
+    # Strides of the axes to merge: those of vmap, and the batch axis where there is one.
+    batch = 1 if lead == 3 else 0
+    extents = outer + views[0].shape[mapped : mapped + batch]
+    steps = [tuple(0 if n == 1 else s for n, s in zip(view.shape[: mapped + batch], view.strides)) for view in views]
+    looped = 0
+    while not all(_is_one_axis(extents[looped:], step[looped:]) for step in steps):
+        looped += 1
+    merged = math.prod(extents[looped:])
+    for index in itertools.product(*map(range, outer[:looped])):
+        part = []
+        for view, step in zip(views, steps):
+            offset = sum(i * s for i, s in zip(index, step))
+            stride = next((s for n, s in zip(extents[looped:][::-1], step[looped:][::-1]) if n > 1), 0)
+            rest, strides = view.shape[mapped + batch :], view.strides[mapped + batch :]
+            if lead == 1:  # no head axis: one head
+                at = 1 if layout == "bnhd" else 0
+                rest, strides = (*rest[:at], 1, *rest[at:]), (*strides[:at], 0, *strides[at:])
+            part.append(
+                view._replace(
+                    shape=(merged, *rest),
+                    strides=(stride, *strides),
+                    ptr=view.ptr + offset * arrays.ITEMSIZE[view.dtype],
+                )
+            )
+        yield part
+
+
+def _is_one_axis(extents: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a single stride, that of the innermost, walks all of these axes."""
+    real = [(n, s) for n, s in zip(extents, strides, strict=True) if n > 1]
+    return all(outer == n * inner for (_, outer), (n, inner) in itertools.pairwise(real))
+
+
+def _inputs(*inputs: Any) -> tuple[jax.Array, ...]:
+    for name, x in zip(INPUT_NAMES, inputs):
+        if not isinstance(x, jax.Array):
+            raise TypeError(f"{name} is a {kind_of(x)}; allowed here are JAX arrays (jnp.asarray makes one)")
+    return inputs
+
+
+def _concrete(function: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if any(isinstance(x, jax.core.Tracer) for x in values):
+        raise TypeError(
+            f"{function}: got a JAX tracer, which holds no numbers; inside jit, grad, vmap, scan or shard_map call "
+            f"streamkl_cupy.attention_kl, which is differentiable, instead of the explicit functions"
+        )
+    return values
+
+
+def _in_order(wrt: tuple[str, ...]) -> tuple[str, ...]:
+    """In the order of the arguments, so that two spellings share one trace."""
+    return tuple(name for name in INPUT_NAMES if name in wrt)
+
+
+def _platform(x: jax.Array) -> str:
+    """Where the call will run: known of a concrete array, of a tracer only what JAX defaults to."""
+    if not isinstance(x, jax.core.Tracer):
+        return str(next(iter(x.devices())).platform)
+    device: Any = getattr(jax.config, "jax_default_device", None)
+    if device is None:
+        return jax.default_backend()
+    return str(device if isinstance(device, str) else device.platform)
+
+
+def _buffer_callback() -> Any:
+    try:
+        from jax.experimental.buffer_callback import buffer_callback
+    except ImportError as cause:
+        raise ImportError(
+            f"streamkl_cupy on JAX arrays needs jax.experimental.buffer_callback, which JAX {jax.__version__} does not "
+            f"have; tested with JAX {TESTED_JAX}"
+        ) from cause
+    return buffer_callback
+
+
+def _check(config: _Config, inputs: tuple[Any, ...], wrt: tuple[str, ...]) -> Problem:
+    """Refuse at trace time what the callback would refuse, and compile there what it would compile."""
+    if config.platform not in ("cpu", "gpu"):
+        raise NotImplementedError(f"JAX platform {config.platform!r}: built are the CPU and CUDA GPUs")
+    on_gpu = config.platform == "gpu"
+    device = arrays.cuda(arrays.current_gpu() or 0) if on_gpu else arrays.CPU
+    views = arrays.Inputs(*(arrays.standin(name, x, device) for name, x in zip(INPUT_NAMES, inputs, strict=True)))
+    problem = validate.to_problem(views, config.options)
+    validate.gradients_built(problem, wrt)
+    if on_gpu:
+        calls.runner_for(problem).warmup(wrt)
+    return problem
+
+
+def _check_weight(weight: Any, rows: Any) -> None:
+    if weight is not None:
+        like = arrays.standin("student_q", rows, arrays.CPU)._replace(framework="jax")
+        validate.row_weight(weight, rows.shape, like)
