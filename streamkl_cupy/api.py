@@ -222,7 +222,8 @@ def attention_kl_backward(
     read the key.
 
     Args:
-        grad: Derivative of the loss by each row's KL, (B, H, M), dtype of `kl`; any strides, so an expanded scalar too.
+        grad: Derivative of the loss by each row's KL (per nat), (B, H, M), dtype of `kl`; any strides, so an expanded
+            scalar too.
         <INPUTS>
         teacher_lse: From `attention_kl_forward`, called with the same inputs and options.
         student_lse: Likewise.
@@ -383,8 +384,8 @@ def plan(
 ) -> Any:
     """What a call with these arguments would run: kernels, tiles, shared memory, grid. Prints itself; launches nothing.
 
-    <SOURCE> The plan says how that pass is cut into blocks and tiles. In place of arrays it takes anything with a shape and
-    a dtype, as a compact array on the current GPU, or on the CPU where there is no usable GPU.
+    <SOURCE> The plan says how that pass is cut into blocks and tiles. In place of arrays it takes anything with a shape
+    and a dtype, as a compact array on the current GPU, or on the CPU where there is no usable GPU.
 
     Args:
         <INPUTS>

@@ -1,0 +1,443 @@
+"""The public functions over the NumPy backend: values, results in the caller's framework, caches, purity."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamkl_cupy
+from streamkl_cupy import KLForward, KLGradients, api, arrays, calls, reduce
+from streamkl_cupy.problem import INPUT_NAMES, Options
+from streamkl_cupy.testing import reference
+from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows
+from streamkl_cupy.testing.problems import make, upstream
+
+FUNCTIONS = [getattr(streamkl_cupy, name) for name in streamkl_cupy.__all__ if name[0].islower()]
+LAYOUTS = ["bhnd", "bnhd"]
+
+
+def case(**options: Any) -> Any:
+    given = {"B": 2, "H": 4, "M": 7, "N": 9, "D_t": 8, "D_s": 16, "teacher_key_heads": 2, "seed": 1, **options}
+    return make("gaussian", **given)
+
+
+def to_framework(framework: str, x: Any) -> Any:
+    if framework == "numpy":
+        return x
+    if framework == "torch":
+        return pytest.importorskip("torch").from_numpy(np.array(x))
+    return pytest.importorskip("jax").numpy.asarray(x)
+
+
+FRAMEWORKS = ["numpy", "torch", "jax"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [{}, {"causal": True}, {"causal": True, "q_offset": -3}])
+def test_forward_and_backward(framework: str, layout: str, causal: Any) -> None:
+    c = case(layout=layout, teacher_scale=-0.3, **causal)
+    x = [to_framework(framework, a) for a in c.arrays]
+    rows = streamkl_cupy.attention_kl_forward(*x, **c.options)
+    expected = reference.forward(*c.arrays, **c.options)
+    assert isinstance(rows, KLForward)
+    assert all(type(r) is type(x[0]) and str(r.dtype).endswith("float32") for r in rows)
+    check_rows("kl", rows.kl, expected)
+    check_lse("teacher_lse", rows.teacher_lse, expected.teacher_lse, expected.largest)
+    check_lse("student_lse", rows.student_lse, expected.student_lse, expected.largest)
+
+    grad = upstream(np.random.default_rng(0), expected.kl.shape)
+    grads = streamkl_cupy.attention_kl_backward(
+        to_framework(framework, grad), *x, rows.teacher_lse, rows.student_lse, rows.kl, wrt=INPUT_NAMES, **c.options
+    )
+    assert isinstance(grads, KLGradients)
+    wanted = reference.backward(grad, *c.arrays, **c.options)
+    check_gradients(grads, wanted, c.dtypes)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_fewer_axes(rank: int) -> None:
+    c = case(B=1, H=1 if rank == 2 else 4, teacher_key_heads=1 if rank == 2 else 2)
+    x = [a[(0,) * (4 - rank)] for a in c.arrays]
+    full, full_grads = streamkl_cupy.attention_kl_value_and_grad(*c.arrays)
+    value, grads = streamkl_cupy.attention_kl_value_and_grad(*x)
+    assert value == full
+    for part, whole in zip(grads[2:], full_grads[2:], strict=True):
+        np.testing.assert_array_equal(part, whole[(0,) * (4 - rank)])
+    assert streamkl_cupy.attention_kl(*x).shape == x[0].shape[:-1]
+
+
+def test_bfloat16_numpy() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    c = case(dtypes="bfloat16")
+    x = [a.astype(ml_dtypes.bfloat16) for a in c.arrays]
+    check_rows("kl", streamkl_cupy.attention_kl(*x), reference.forward(*c.arrays))
+    _, grads = streamkl_cupy.attention_kl_value_and_grad(*x, reduction="sum", wrt=INPUT_NAMES)
+    assert all(g.dtype == ml_dtypes.bfloat16 for g in grads)
+    check_gradients(grads, reference.backward(np.ones((2, 4, 7)), *c.arrays), c.dtypes)
+
+
+def test_float64_and_mixed_dtypes() -> None:
+    c = case(dtypes="float64")
+    rows = streamkl_cupy.attention_kl_forward(*c.arrays)
+    assert rows.kl.dtype == np.float64
+    check_rows("kl", rows.kl, reference.forward(*c.arrays), dtype="float64")
+    mixed = [*c.arrays[:2], *(a.astype(np.float16) for a in c.arrays[2:])]
+    value, grads = streamkl_cupy.attention_kl_value_and_grad(*mixed)
+    assert (value.dtype, grads.student_q.dtype, grads.teacher_q) == (np.float64, np.float16, None)
+
+
+def test_views_equal_their_compact_copies() -> None:
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((2, 7, 4, 16)).astype("f").transpose(0, 2, 1, 3)
+    k = rng.standard_normal((2, 4, 9, 32)).astype("f")[:, :, ::-1, ::2]
+    shared = np.broadcast_to(rng.standard_normal((2, 1, 9, 16)).astype("f"), (2, 4, 9, 16))
+    shared.flags.writeable = False
+    given = (q, k, q[:, ::-1], shared)
+    value, grads = streamkl_cupy.attention_kl_value_and_grad(*given, causal=True, wrt=INPUT_NAMES)
+    copies = [np.array(x, order="C") for x in given]
+    expected, expected_grads = streamkl_cupy.attention_kl_value_and_grad(*copies, causal=True, wrt=INPUT_NAMES)
+    assert value == expected
+    for x, g, e in zip(given, grads, expected_grads, strict=True):
+        assert g.shape == x.shape
+        assert g.flags.c_contiguous
+        np.testing.assert_array_equal(g, e)
+
+
+def test_odd_strides_of_axes_of_one_share_a_runner() -> None:
+    x = case(B=1).arrays
+    odd = [np.lib.stride_tricks.as_strided(a, a.shape, (4, *a.strides[1:])) for a in x]
+    np.testing.assert_array_equal(streamkl_cupy.attention_kl(*odd), streamkl_cupy.attention_kl(*x))
+    first, second = (calls.prepare(calls.view_inputs(*given), Options()) for given in (x, odd))
+    assert first is second
+
+
+def test_empty_problems() -> None:
+    for extents in ({"B": 0}, {"H": 0, "teacher_key_heads": 0}, {"M": 0}, {"N": 0}):
+        shapes = {"B": 2, "H": 4, "M": 7, "N": 9, **extents}
+        b, h, m, n = (shapes[key] for key in "BHMN")
+        x = [np.ones((b, h, r, 8), np.float32) for r in (m, n, m, n)]
+        rows = streamkl_cupy.attention_kl_forward(*x)
+        np.testing.assert_array_equal(rows.kl, np.zeros((b, h, m)))
+        np.testing.assert_array_equal(rows.student_lse, np.full((b, h, m), -np.inf))
+        value, grads = streamkl_cupy.attention_kl_value_and_grad(*x, wrt=INPUT_NAMES)
+        assert value == 0
+        for g, a in zip(grads, x, strict=True):
+            np.testing.assert_array_equal(g, np.zeros_like(a))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("weight", [None, (2, 4, 7), (7,), (4, 1), "mask"])
+def test_reductions(framework: str, reduction: str, weight: Any) -> None:
+    rng = np.random.default_rng(3)
+    c = case(M=7, N=5, causal=True)  # the first two rows see no key
+    if weight is None:
+        w = None
+    else:
+        w = rng.random((7,)) > 0.4 if weight == "mask" else rng.standard_normal(weight).astype("f")
+        w = np.broadcast_to(w, (2, 4, 7)).copy() if w.shape == (7,) and weight != "mask" else w
+        if w.dtype == np.float32 and w.shape == (2, 4, 7):
+            w[..., :2] = np.nan  # weights of rows without a key are never read
+    x = [to_framework(framework, a) for a in c.arrays]
+    given = None if w is None else to_framework(framework, w)
+    expected = reference.forward(*c.arrays, causal=True)
+    reduced = reference.reduce(expected.kl, expected.teacher_lse, None if w is None else np.nan_to_num(w), reduction)
+    value = streamkl_cupy.attention_kl(*x, causal=True, row_weight=given, reduction=reduction)
+    np.testing.assert_allclose(np.asarray(value), reduced, rtol=1e-5, atol=1e-6)
+    if reduction == "none":
+        return
+    value, grads = streamkl_cupy.attention_kl_value_and_grad(
+        *x, causal=True, row_weight=given, reduction=reduction, wrt=INPUT_NAMES
+    )
+    np.testing.assert_allclose(np.asarray(value), reduced, rtol=1e-5, atol=1e-6)
+    seen = ~np.isneginf(expected.teacher_lse)
+    g = np.where(seen, 1.0 if w is None else np.nan_to_num(w), 0.0)
+    g = g / g.sum() if reduction == "mean" else g
+    check_gradients(grads, reference.backward(g, *c.arrays, causal=True), c.dtypes)
+
+
+def test_zero_weight_is_zero() -> None:
+    c = case()
+    value, grads = streamkl_cupy.attention_kl_value_and_grad(*c.arrays, row_weight=np.zeros(7, "f"), wrt=INPUT_NAMES)
+    assert value == 0
+    assert all(not g.any() for g in grads)
+    value, grads = streamkl_cupy.attention_kl_value_and_grad(*c.arrays, causal=True, q_offset=-7)
+    assert value == 0
+    assert not grads.student_q.any()
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch", "jax.numpy"])
+def test_row_without_weight_may_be_nan(module: str) -> None:
+    xp = pytest.importorskip(module)
+    kl, lse, w = (xp.asarray(v, dtype=xp.float32) for v in ([1, np.nan, 3], [0, 0, 0], [1, 0, 3]))
+    assert float(reduce.reduce_rows(xp, kl, lse, w, "mean")) == 2.5
+    assert float(reduce.reduce_rows(xp, kl, lse, w, "sum")) == 10.0
+    assert np.isnan(float(reduce.reduce_rows(xp, kl, lse, None, "sum")))
+    assert reduce.row_gradient(xp, lse, w, "mean").tolist() == [0.25, 0.0, 0.75]
+    assert reduce.reduce_rows(xp, kl, lse, w, "none").dtype == kl.dtype
+
+
+def test_zero_weight_still_has_a_derivative() -> None:
+    torch = pytest.importorskip("torch")
+    kl, lse = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    w = torch.tensor([1.0, 0.0], requires_grad=True)
+    reduce.reduce_rows(torch, kl, lse, w, "sum").backward()
+    assert w.grad.tolist() == [1.0, 2.0]
+
+
+def test_return_lse() -> None:
+    c = case()
+    rows = streamkl_cupy.attention_kl_forward(*c.arrays)
+    result = streamkl_cupy.attention_kl(*c.arrays, reduction="sum", return_lse=True)
+    assert isinstance(result, KLForward)
+    np.testing.assert_array_equal(result.kl, rows.kl.sum())
+    np.testing.assert_array_equal(result.student_lse, rows.student_lse)
+
+
+def test_explicit_functions_stay_out_of_autograd() -> None:
+    torch = pytest.importorskip("torch")
+    x = [torch.from_numpy(a.copy()).requires_grad_() for a in case().arrays]
+    x[0] = torch.nn.Parameter(x[0])
+    rows = streamkl_cupy.attention_kl_forward(*x)
+    weight = torch.ones(7, requires_grad=True)
+    value, grads = streamkl_cupy.attention_kl_value_and_grad(*x, row_weight=weight, wrt=INPUT_NAMES)
+    again = streamkl_cupy.attention_kl_backward(rows.kl, *x, rows.teacher_lse, rows.student_lse)
+    assert not any(t.requires_grad for t in (*rows, value, *grads, *again[2:]))
+    assert all(t.grad is None for t in x)
+
+
+def test_backward_is_pure_and_takes_expanded_grads() -> None:
+    c = case()
+    rows = streamkl_cupy.attention_kl_forward(*c.arrays)
+    grad = np.broadcast_to(np.float32(0.5), (2, 4, 7))
+    kept = [np.array(x) for x in (*c.arrays, *rows)]
+    first, second = (
+        streamkl_cupy.attention_kl_backward(grad, *c.arrays, rows.teacher_lse, rows.student_lse) for _ in range(2)
+    )
+    for a, b in zip(first[2:], second[2:], strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a is not b
+    for x, copy in zip((*c.arrays, *rows), kept, strict=True):
+        np.testing.assert_array_equal(x, copy)
+    assert first[:2] == (None, None)
+
+
+def test_only_what_was_asked() -> None:
+    c = case()
+    _, every = streamkl_cupy.attention_kl_value_and_grad(*c.arrays, wrt=INPUT_NAMES)
+    for name in INPUT_NAMES:
+        _, grads = streamkl_cupy.attention_kl_value_and_grad(*c.arrays, wrt=[name])
+        assert [f for f, g in grads._asdict().items() if g is not None] == [name]
+        np.testing.assert_array_equal(getattr(grads, name), getattr(every, name))
+
+
+def test_other_dlpack_producers_get_numpy_results() -> None:
+    class Producer:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.x.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> Any:
+            return self.x.__dlpack_device__()
+
+    c = case()
+    x = [Producer(a) for a in c.arrays]
+    rows = streamkl_cupy.attention_kl_forward(*x)
+    np.testing.assert_array_equal(rows.kl, streamkl_cupy.attention_kl(*c.arrays))
+    np.testing.assert_array_equal(streamkl_cupy.attention_kl(*x, reduction="sum"), rows.kl.sum())
+    grads = streamkl_cupy.attention_kl_backward(Producer(rows.kl), *x, rows.teacher_lse, rows.student_lse)
+    assert type(grads.student_q) is np.ndarray
+
+
+def test_into_given_memory() -> None:
+    c = case(causal=True)
+    inputs = calls.view_inputs(*c.arrays)
+    out = [np.full((2, 4, 7), np.nan, "f") for _ in range(3)]
+    stats = arrays.RowStats(*(arrays.describe("out", x) for x in out))
+    api.forward_into(inputs, Options(causal=True), stats, 0)
+    rows = streamkl_cupy.attention_kl_forward(*c.arrays, causal=True)
+    for a, b in zip(out, rows, strict=True):
+        np.testing.assert_array_equal(a, b)
+    dq = np.full_like(c.arrays[2], np.nan)
+    saved = arrays.Saved(*(arrays.describe("saved", x) for x in (rows.kl, *rows[1:])), None)
+    api.backward_into(
+        inputs, Options(causal=True), saved, arrays.Gradients(None, None, arrays.describe("dq", dq), None), 0
+    )
+    expected = streamkl_cupy.attention_kl_backward(rows.kl, *c.arrays, *rows[1:], causal=True)
+    np.testing.assert_array_equal(dq, expected.student_q)
+
+
+class FakeRunner:
+    """Counts instead of computing."""
+
+    made = 0
+    warmed: tuple[Any, ...] = ()
+
+    def __init__(self, problem: Any) -> None:
+        FakeRunner.made += 1
+        time.sleep(0.001)
+        self.plan = problem
+
+    def warmup(self, wrt: Any) -> None:
+        FakeRunner.warmed = wrt
+
+    def forward(self, inputs: Any, outputs: Any, stream: int) -> None:
+        pass
+
+    def backward(self, inputs: Any, saved: Any, outputs: Any, stream: int) -> None:
+        pass
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
+    FakeRunner.made, FakeRunner.warmed = 0, ()
+    monkeypatch.setattr(calls, "_ready", {})
+    monkeypatch.setattr(calls, "_runners", {})
+    monkeypatch.setattr(calls, "backend", lambda device: type("Backend", (), {"Runner": FakeRunner}))
+    return FakeRunner
+
+
+def test_runners_are_shared_by_what_matters(fake: type[FakeRunner]) -> None:
+    x = case().arrays
+    for _ in range(3):
+        streamkl_cupy.attention_kl_forward(*x)
+        streamkl_cupy.attention_kl_forward(*(a.copy() for a in x), student_scale=0.25)  # the default, spelt out
+    assert fake.made == 1
+    streamkl_cupy.attention_kl_forward(*x, causal=True)
+    streamkl_cupy.attention_kl_forward(*x, causal=True, q_offset=2)
+    assert fake.made == 2
+    streamkl_cupy.attention_kl_forward(x[0], x[1], x[2].astype(np.float16), x[3].astype(np.float16))
+    assert fake.made == 3
+
+
+def test_caches_are_bounded(fake: type[FakeRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "LIMIT", 5)
+    for m in range(1, 12):
+        x = np.ones((m, 4), np.float32)
+        streamkl_cupy.attention_kl_forward(x, x, x, x)
+    assert len(calls._ready) == len(calls._runners) == 5
+
+
+def test_threads_share_one_runner(fake: type[FakeRunner]) -> None:
+    x = case().arrays
+    start = threading.Barrier(8)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            start.wait()
+            for _ in range(20):
+                streamkl_cupy.attention_kl_forward(*x)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert fake.made == 1
+
+
+def test_plan_and_warmup(fake: type[FakeRunner]) -> None:
+    x = case().arrays
+    problem: Any = streamkl_cupy.plan(*x)
+    assert (problem.batch, str(problem.device)) == (2, "cpu")
+    streamkl_cupy.warmup(*x, wrt=("teacher_q",))
+    assert fake.warmed == ("teacher_q",)
+    assert fake.made == 1
+
+
+def test_plan_of_standins(fake: type[FakeRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [type("Shape", (), {"shape": (2, 4, 7, 16), "dtype": "bfloat16"}) for _ in INPUT_NAMES]
+    monkeypatch.setattr(arrays, "current_gpu", lambda: None)
+    problem: Any = streamkl_cupy.plan(*shapes)
+    assert str(problem.device) == "cpu"
+    monkeypatch.setattr(arrays, "current_gpu", lambda: 1)
+    problem = streamkl_cupy.plan(*shapes)
+    assert str(problem.device) == "cuda:1"
+    x = np.ones((2, 4, 7, 16), np.float32)
+    problem = streamkl_cupy.plan(x, x, *(type("Shape", (), {"shape": x.shape, "dtype": "f4"}) for _ in "qk"))
+    assert str(problem.device) == "cpu"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_plan_for_an_architecture(arch: str) -> None:
+    x = np.ones((2, 4, 7, 16), np.float16)
+    text = str(streamkl_cupy.plan(x, x, x, x, arch=arch))
+    assert "cuda:0" in text
+    assert "sm_" in text
+
+
+def test_no_usable_gpu() -> None:
+    """A GPU can be asked for by name only through arch; without one, stand-ins mean the CPU and arrays stay there."""
+    if arrays.current_gpu() is not None:
+        pytest.skip("has a GPU")
+    shapes = [type("Shape", (), {"shape": (2, 4, 7, 16), "dtype": "float32"}) for _ in INPUT_NAMES]
+    assert "numpy" in str(streamkl_cupy.plan(*shapes))
+    streamkl_cupy.warmup(*shapes)
+
+
+def test_frameworks_get_validated_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def attention_kl(*inputs: Any, **options: Any) -> str:
+        seen.update(options, count=len(inputs))
+        return "done"
+
+    monkeypatch.setattr(
+        api.importlib, "import_module", lambda *name: type("Module", (), {"attention_kl": attention_kl})
+    )
+    torch = pytest.importorskip("torch")
+    x = torch.ones(2, 3)
+    assert streamkl_cupy.attention_kl(x, x, x, x, teacher_scale=np.float32(0.5), reduction="mean") == "done"
+    assert seen == {
+        **Options(teacher_scale=0.5)._asdict(),
+        "row_weight": None,
+        "reduction": "mean",
+        "return_lse": False,
+        "count": 4,
+    }
+
+
+def test_host_cost(fake: type[FakeRunner]) -> None:
+    """A generous bound against accidents such as validating anew at each call; the machine may be busy."""
+    torch = pytest.importorskip("torch")
+    x = torch.ones(1, 3, 5, 8)
+    streamkl_cupy.attention_kl_forward(x, x, x, x, causal=True)
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(50):
+            streamkl_cupy.attention_kl_forward(x, x, x, x, causal=True)
+        best = min(best, (time.perf_counter() - start) / 50)
+    assert best < 60e-6
+    assert fake.made == 1
+
+
+def test_docstrings() -> None:
+    results = doctest.testmod(api)
+    assert results.attempted > 15
+    assert not results.failed
+    for function in FUNCTIONS:
+        text = inspect.getdoc(function) or ""
+        assert "<" + "INPUTS>" not in text
+        for part in (
+            "Args:",
+            "Returns:",
+            "Raises:",
+            "Example:",
+            "arXiv:2606.20005",
+            *inspect.signature(function).parameters,
+        ):
+            assert part in text, (function.__name__, part)
