@@ -16,8 +16,10 @@ def need(module: str, fix: str) -> ModuleType:
     """Import an optional package, or leave with one line that says how to get it."""
     try:
         return importlib.import_module(module)
-    except ImportError as error:
-        sys.exit(f"This example needs the package {module}: {error}. Fix: {fix}")
+    except ModuleNotFoundError as error:
+        if error.name != module:  # it is installed, and broken in a way that the traceback tells better
+            raise
+        sys.exit(f"This example needs the package {module}, which is not installed. Fix: {fix}")
 
 
 def array_library(cpu: bool = False) -> ModuleType:

@@ -42,7 +42,9 @@ def gpu() -> bool:
 def python(*arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run this Python with the very package that these tests imported, installed or not."""
     package = Path(streamkl_cupy.__file__).resolve().parents[1]
-    env = os.environ | {"PYTHONPATH": str(package), "PYTHONIOENCODING": "utf-8"}
+    # One BLAS thread: on a busy machine several of them spend their time waiting for each other.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    env = os.environ | threads | {"PYTHONPATH": str(package), "PYTHONIOENCODING": "utf-8"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=timeout
     )
