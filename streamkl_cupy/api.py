@@ -182,12 +182,12 @@ def attention_kl_forward(
     """
     chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
+    ready = calls.prepare(inputs, chosen)
     if inputs.student_q.framework == "jax":
-        validate.to_problem(inputs, chosen)
         return _jax().attention_kl_forward(  # type: ignore[no-any-return]
             teacher_q, teacher_k, student_q, student_k, **chosen._asdict()
         )
-    kl, teacher_lse, student_lse = calls.forward(inputs, calls.prepare(inputs, chosen))
+    kl, teacher_lse, student_lse = calls.forward(inputs, ready)
     return KLForward(kl.array, teacher_lse.array, student_lse.array)
 
 
@@ -259,14 +259,12 @@ def attention_kl_backward(
         describe("student_lse", student_lse),
         None if kl is None else describe("kl", kl),
     )
-    jax = inputs.student_q.framework == "jax"
-    ready = None if jax else calls.prepare(inputs, chosen)
-    problem = validate.to_problem(inputs, chosen) if ready is None else ready.problem
+    ready = calls.prepare(inputs, chosen)
     for view in saved:
         if view is not None:
-            validate.row_array(view, problem, inputs.student_q)
-    validate.gradients_built(problem, wrt)
-    if ready is None:
+            validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
+    validate.gradients_built(ready.problem, wrt)
+    if inputs.student_q.framework == "jax":
         return _jax().attention_kl_backward(  # type: ignore[no-any-return]
             grad,
             teacher_q,
@@ -337,13 +335,11 @@ def attention_kl_value_and_grad(
             "call attention_kl_forward and attention_kl_backward"
         )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    jax = inputs.student_q.framework == "jax"
-    ready = None if jax else calls.prepare(inputs, chosen)
-    problem = validate.to_problem(inputs, chosen) if ready is None else ready.problem
-    validate.gradients_built(problem, wrt)
+    ready = calls.prepare(inputs, chosen)
+    validate.gradients_built(ready.problem, wrt)
     if row_weight is not None:
-        validate.row_weight(row_weight, problem.row_shape, inputs.student_q)
-    if ready is None:
+        validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
+    if inputs.student_q.framework == "jax":
         return _jax().attention_kl_value_and_grad(  # type: ignore[no-any-return]
             teacher_q,
             teacher_k,

@@ -165,14 +165,12 @@ def same_place(first: ArrayView, view: ArrayView) -> None:
         )
 
 
-def row_array(view: ArrayView, problem: Problem, like: ArrayView) -> None:
+def row_array(view: ArrayView, row_shape: tuple[int, ...], dtype: str, like: ArrayView) -> None:
     """Check an array with one value per query row: grad, kl or a log-sum-exp."""
-    if view.shape != problem.row_shape:
-        raise ValueError(
-            f"{view.name}: shape {view.shape}, but there is one value per query row: expected {problem.row_shape}"
-        )
-    if view.dtype != problem.stat_dtype:
-        raise TypeError(f"{view.name}: dtype {view.dtype}, but the rows of this call are {problem.stat_dtype}; convert")
+    if view.shape != row_shape:
+        raise ValueError(f"{view.name}: shape {view.shape}, but there is one value per query row: expected {row_shape}")
+    if view.dtype != dtype:
+        raise TypeError(f"{view.name}: dtype {view.dtype}, but the rows of this call are {dtype}; convert it")
     same_place(like, view)
 
 
@@ -185,7 +183,10 @@ def weight_framework(weight: Any) -> str:
 
 def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> None:
     """Check weights: an array of real numbers of the inputs' framework that broadcasts to the rows."""
-    one_framework({like.name: like.framework, "row_weight": weight_framework(weight)})
+    one_framework({like.name: arrays.native(like), "row_weight": weight_framework(weight)})
+    here, there = getattr(like.array, "device", None), getattr(weight, "device", None)
+    if here != there:
+        raise ValueError(f"{like.name} is on {here}, but row_weight is on {there}; move row_weight first")
     label = str(weight.dtype).removeprefix("torch.")
     if not label.startswith(("float", "bfloat", "int", "uint", "bool")):
         raise TypeError(f"row_weight has dtype {label}; allowed are real numbers and bool")

@@ -297,7 +297,7 @@ def test_saved_rows(name: str) -> None:
     problem = validate.to_problem(views(), Options())
     away = describe(name, rows)._replace(device=arrays.cuda(0))
     with pytest.raises(ValueError, match=f"student_q is on cpu, but {name} is on cuda:0"):
-        validate.row_array(away, problem, views().student_q)
+        validate.row_array(away, problem.row_shape, problem.stat_dtype, views().student_q)
 
 
 def test_reduction() -> None:
@@ -325,6 +325,14 @@ def test_row_weight() -> None:
         for plain in (1.0, [1.0], np.float32(1)):
             with pytest.raises(TypeError, match=r"row_weight is a .*; pass an array"):
                 function(*x, row_weight=plain, reduction="sum")
+
+
+def test_row_weight_on_another_device() -> None:
+    torch = pytest.importorskip("torch")
+    x = [torch.zeros(S[n]) for n in INPUT_NAMES]
+    away = torch.ones(7, device="meta")
+    with pytest.raises(ValueError, match="student_q is on cpu, but row_weight is on meta; move row_weight first"):
+        streamkl_cupy.attention_kl_value_and_grad(*x, row_weight=away)
 
 
 def test_plan_and_warmup_ask_for_shapes() -> None:
