@@ -177,6 +177,7 @@ def _kernel(problem: Problem, facts: DeviceFacts, family: Family, kind: str, nam
         "SKL_STAGES": tile.stages,
         "SKL_MIN_BLOCKS": tile.min_blocks,
         "SKL_RESIDENT": int(tile.resident),
+        "SKL_UNROLL": tile.unroll,
         "SKL_SMEM_BYTES": smem_bytes,
         "SKL_ARGS_BYTES": FORWARD_ARGS_BYTES if kind == "forward" else GRADIENT_ARGS_BYTES,
     }

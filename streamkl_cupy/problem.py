@@ -67,7 +67,7 @@ class Side:
     @property
     def group(self) -> int:
         """Query heads that read one key head."""
-        return self.q.heads // self.k.heads
+        return self.q.heads // max(self.k.heads, 1)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Problem:
         """Shape of KL and log-sum-exps in the caller's layout: (B, H, M) or (B, M, H), fewer axes as given."""
         return self._callers_order((self.batch, self.heads, self.queries))
 
-    def row_strides(self) -> tuple[int, int, int]:
+    def row_strides(self) -> tuple[int, ...]:
         """Canonical (batch, head, row) strides of a compact array of `row_shape`."""
         return canonical_strides(compact_strides(self.row_shape), self.rank - 1, self.layout, trailing=0)
 
@@ -122,7 +122,7 @@ class Problem:
         x = self.operand(name)
         return (*self._callers_order((self.batch, x.heads, x.rows)), x.dim)
 
-    def compact_input_strides(self, name: str) -> tuple[int, int, int, int]:
+    def compact_input_strides(self, name: str) -> tuple[int, ...]:
         """Canonical strides of a compact array of `input_shape(name)`."""
         return canonical_strides(compact_strides(self.input_shape(name)), self.rank, self.layout, trailing=1)
 

@@ -127,20 +127,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     RowTerms terms[kWarpTiles][2];
 
     for (int head = block.head * heads_per_block; head < (block.head + 1) * heads_per_block; ++head) {
-        const int key_head_t = head / n.teacher_group, key_head_s = head / n.student_group;
-        const HeadView tq = head_view<TeacherTile>(args.in.teacher_q, block.batch, head);
-        const HeadView sq = head_view<StudentTile>(args.in.student_q, block.batch, head);
-        const HeadView tk = head_view<TeacherTile>(args.in.teacher_k, block.batch, key_head_t);
-        const HeadView sk = head_view<StudentTile>(args.in.student_k, block.batch, key_head_s);
+        const HeadView queries_t = head_view<TeacherTile>(args.in.teacher_q, block.batch, head);
+        const HeadView queries_s = head_view<StudentTile>(args.in.student_q, block.batch, head);
+        const HeadView keys_t = head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group);
+        const HeadView keys_s = head_view<StudentTile>(args.in.student_k, block.batch, head / n.student_group);
 
         const auto fetch = [&](int i) {
             const int first = (first_tile + i) * kColumns;
             if constexpr (kRowsAreQueries) {
-                load_rows<kColumns, SKL_TK_VECTOR>(columns_t(i), tk, first, columns);
-                load_rows<kColumns, SKL_SK_VECTOR>(columns_s(i), sk, first, columns);
+                load_rows<kColumns, SKL_TK_VECTOR>(columns_t(i), keys_t, first, columns);
+                load_rows<kColumns, SKL_SK_VECTOR>(columns_s(i), keys_s, first, columns);
             } else {
-                load_rows<kColumns, SKL_TQ_VECTOR>(columns_t(i), tq, first, columns);
-                load_rows<kColumns, SKL_SQ_VECTOR>(columns_s(i), sq, first, columns);
+                load_rows<kColumns, SKL_TQ_VECTOR>(columns_t(i), queries_t, first, columns);
+                load_rows<kColumns, SKL_SQ_VECTOR>(columns_s(i), queries_s, first, columns);
                 for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
                     const int which = j / kColumns, q = first + j % kColumns;
                     const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;
@@ -153,11 +152,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         __syncthreads();  // the previous head's last tile is still being read
         const Range rows{first_row, end_row};
         if constexpr (kRowsAreQueries) {
-            load_rows<kRows, SKL_TQ_VECTOR>(rows_t, tq, first_row, rows);
-            load_rows<kRows, SKL_SQ_VECTOR>(rows_s, sq, first_row, rows);
+            load_rows<kRows, SKL_TQ_VECTOR>(rows_t, queries_t, first_row, rows);
+            load_rows<kRows, SKL_SQ_VECTOR>(rows_s, queries_s, first_row, rows);
         } else {
-            load_rows<kRows, SKL_TK_VECTOR>(rows_t, tk, first_row, rows);
-            load_rows<kRows, SKL_SK_VECTOR>(rows_s, sk, first_row, rows);
+            load_rows<kRows, SKL_TK_VECTOR>(rows_t, keys_t, first_row, rows);
+            load_rows<kRows, SKL_SK_VECTOR>(rows_s, keys_s, first_row, rows);
         }
         cp_async_commit();
 #pragma unroll

@@ -37,37 +37,31 @@ __device__ inline void gather_chunk(u32 shared, u64 source, i64 stride, int coun
 // adjacent and its rows start on 16-byte boundaries: asynchronous 16-byte copies, part of the thread's current group.
 // Otherwise plain element loads, complete when the function returns. A barrier must follow before the tile is read.
 //
-// The trip count is a constant and, where the chunks of a row divide the threads, so is a thread's column: then one
-// 64-bit product per tile finds the thread's first source, and additions find the rest.
+// Threads stand in a grid of rows x chunks, so that each keeps its column: one 64-bit product per tile finds a thread's
+// first source, and additions find the rest. The trip counts are constants.
 template <int ROWS, bool VECTOR, class T>
 __device__ inline void load_rows(T tile, const HeadView& x, int first, Range valid) {
-    constexpr int per_chunk = 16 / T::E::kBytes, chunks = T::kDepth / per_chunk, total = ROWS * chunks;
-    constexpr bool fixed_column = kThreads % chunks == 0;
-    constexpr int row_step = kThreads / chunks;
+    constexpr int per_chunk = 16 / T::E::kBytes, chunks = T::kDepth / per_chunk;
+    constexpr int across = chunks < kThreads ? chunks : kThreads, down = kThreads / across;
+    const int thread_row = threadIdx.x / across;
     const u32 begin = static_cast<u32>(valid.begin - first), rows_inside = static_cast<u32>(valid.end - valid.begin);
-    int r = threadIdx.x / chunks, column = threadIdx.x % chunks * per_chunk;
-    u64 source = x.base + (static_cast<i64>(first) + r) * x.row + (VECTOR ? column * T::E::kBytes : 0);
-#pragma unroll(ceil_div(total, kThreads) <= 16 ? ceil_div(total, kThreads) : 4)
-    for (int j = 0; j < ceil_div(total, kThreads); ++j) {
-        if constexpr (!fixed_column) {
-            const int i = threadIdx.x + j * kThreads;
-            r = i / chunks;
-            column = i % chunks * per_chunk;
-            source = x.base + (static_cast<i64>(first) + r) * x.row + (VECTOR ? column * T::E::kBytes : 0);
-        }
-        if (total % kThreads == 0 || r < ROWS) {
-            const bool inside = static_cast<u32>(r) - begin < rows_inside;
-            int count = per_chunk;
-            if constexpr (T::kHeadDim != T::kDepth) count = max(0, min(per_chunk, T::kHeadDim - column));
-            if (!inside) count = 0;
-            if constexpr (VECTOR)
-                cp_async_16(tile.address(r, column), reinterpret_cast<const void*>(source), count * T::E::kBytes);
-            else
-                gather_chunk<T>(tile.address(r, column), source + column * x.column, x.column, count);
-        }
-        if constexpr (fixed_column) {
-            r += row_step;
-            source += row_step * x.row;
+#pragma unroll 1
+    for (int c = threadIdx.x % across; c < chunks; c += across) {
+        const int column = c * per_chunk;
+        const int width = T::kHeadDim == T::kDepth ? per_chunk : max(0, min(per_chunk, T::kHeadDim - column));
+        u64 source = x.base + (static_cast<i64>(first) + thread_row) * x.row + column * (VECTOR ? T::E::kBytes : x.column);
+#pragma unroll(VECTOR && ceil_div(ROWS, down) <= 16 ? ceil_div(ROWS, down) : 1)
+        for (int j = 0; j < ceil_div(ROWS, down); ++j) {
+            const int r = thread_row + j * down;
+            const int count = static_cast<u32>(r) - begin < rows_inside ? width : 0;
+            // Where the grid does not fill the block or the tile, the threads beyond it have nothing to do.
+            if ((kThreads % across == 0 || thread_row < down) && (ROWS % down == 0 || r < ROWS)) {
+                if constexpr (VECTOR)
+                    cp_async_16(tile.address(r, column), reinterpret_cast<const void*>(source), count * T::E::kBytes);
+                else
+                    gather_chunk<T>(tile.address(r, column), source, x.column, count);
+            }
+            source += static_cast<i64>(down) * x.row;
         }
     }
 }

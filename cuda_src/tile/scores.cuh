@@ -44,13 +44,13 @@ struct Stationary<T, true> {
     __device__ const FragmentA<T::kCode>& operator()(int m, int k) const { return a[m][k]; }
 };
 
-// out = stationary rows * streamed rows^T. Unrolled whole up to a head dim of 256; beyond that in blocks of 64, which
-// keeps the loop inside the instruction cache.
+// out = stationary rows * streamed rows^T. Unrolling lets loads run ahead of products and costs registers and code: the
+// plan says how far.
 template <int TILES, class A, class T>
 __device__ inline void scores(Strip<TILES>& out, const A& stationary, T streamed) {
     constexpr int depth = T::kDepth / 16;
     clear<TILES>(out);
-#pragma unroll(depth <= 16 ? depth : 4)
+#pragma unroll(SKL_UNROLL)
     for (int k = 0; k < depth; ++k) {
         FragmentA<T::kCode> a[kWarpTiles];
 #pragma unroll

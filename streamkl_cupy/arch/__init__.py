@@ -23,7 +23,7 @@ class TileRow:
 
     `rows` of the stationary operand belong to a block of `warps` warps, each with `warp_tiles` strips of 16; `columns`
     rows of the other operand are streamed at a time, `stages` tiles in flight. `resident` keeps the stationary operand
-    in registers. The row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one.
+    in registers; `unroll` steps of 16 along the head dim are unrolled. The row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one.
     """
 
     warps: int
@@ -34,6 +34,7 @@ class TileRow:
     resident: bool
     max_dim: int
     reason: str
+    unroll: int = 4
     max_out: int = 256
 
     @property

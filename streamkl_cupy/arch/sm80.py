@@ -15,28 +15,33 @@ from __future__ import annotations
 from . import Family, TileRow
 
 _FORWARD = (
-    TileRow(8, 1, 64, 2, 2, True, 64, "two blocks per multiprocessor hide the exponentials; queries fit in registers"),
-    TileRow(8, 2, 64, 2, 1, False, 128, "32 rows per warp halve the shared-memory reads per product"),
-    TileRow(4, 1, 32, 2, 1, False, 256, "fits 99 KiB"),
+    TileRow(4, 2, 64, 2, 2, False, 64, "32 rows per warp, two blocks per multiprocessor", unroll=4),
+    TileRow(4, 2, 32, 2, 2, False, 128, "32 rows per warp halve the reads per product; two blocks fit", unroll=8),
+    TileRow(4, 1, 32, 2, 2, False, 128, "half the rows: twice the blocks where there are few"),
+    TileRow(4, 1, 32, 2, 1, False, 576, "one strip per warp: room for long rows"),
     TileRow(2, 1, 16, 1, 1, False, 576, "fits 99 KiB at the largest head dims"),
 )
 
 _FORWARD_F32 = (
-    TileRow(4, 1, 32, 2, 1, False, 128, "operands are split at every read, so registers go to planes"),
-    TileRow(4, 1, 16, 1, 1, False, 256, ""),
-    TileRow(1, 1, 16, 1, 1, False, 576, "the least a block can be"),
+    TileRow(4, 1, 32, 2, 1, False, 128, "operands are split at every read, so registers go to planes", unroll=2),
+    TileRow(4, 1, 16, 1, 1, False, 256, "", unroll=2),
+    TileRow(1, 1, 16, 1, 1, False, 576, "the least a block can be", unroll=2),
 )
 
 _GRADIENT = (
-    TileRow(8, 2, 32, 2, 1, False, 128, ""),
-    TileRow(4, 1, 32, 2, 1, False, 256, ""),
-    TileRow(2, 1, 16, 1, 1, False, 576, ""),
+    TileRow(4, 2, 64, 2, 2, False, 64, "", unroll=1),
+    TileRow(4, 2, 32, 2, 2, False, 128, "", unroll=1, max_out=128),
+    TileRow(4, 1, 32, 2, 2, False, 128, "", unroll=2, max_out=128),
+    TileRow(4, 1, 32, 2, 1, False, 576, "", unroll=1),
+    TileRow(4, 1, 16, 1, 1, False, 576, "", unroll=1),
+    TileRow(2, 1, 16, 1, 1, False, 576, "", unroll=1),
 )
 
 _GRADIENT_F32 = (
-    TileRow(4, 1, 16, 2, 1, False, 128, ""),
-    TileRow(2, 1, 16, 1, 1, False, 256, ""),
-    TileRow(1, 1, 16, 1, 1, False, 576, ""),
+    TileRow(4, 1, 32, 2, 1, False, 64, "", unroll=1),
+    TileRow(4, 1, 16, 2, 1, False, 128, "", unroll=1),
+    TileRow(2, 1, 16, 1, 1, False, 256, "", unroll=1),
+    TileRow(1, 1, 16, 1, 1, False, 576, "", unroll=1),
 )
 
 _TILES = {
