@@ -101,7 +101,7 @@ def _check_weight(weight: Any, rows: Tensor) -> None:
     if weight.device != rows.device:
         raise ValueError(f"row_weight is on {weight.device}, but the inputs are on {rows.device}; move it first")
     shape, full = tuple(weight.shape), tuple(rows.shape)
-    if len(shape) > len(full) or not all(n in (1, m) for n, m in zip(reversed(shape), reversed(full))):
+    if len(shape) > len(full) or not all(n == 1 or n == m for n, m in zip(reversed(shape), reversed(full))):
         raise ValueError(f"row_weight: shape {shape} does not broadcast to the rows {full}")
 
 
