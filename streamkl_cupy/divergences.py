@@ -30,22 +30,32 @@ class Divergence:
     """(T, S, visible) (..., M, N) -> (..., M) in nats; 0 for a row that sees no key."""
     logit_gradients: Callable[[Logits, Logits, Visible], tuple[Logits, Logits]]
     """(T, S, visible) -> (dT, dS), the derivatives of each row's value; exactly 0 where not visible."""
+    logit_magnitudes: Callable[[Logits, Logits, Visible], tuple[Logits, Logits]]
+    """Like `logit_gradients`, every term by its magnitude: what rounding errors of dT and dS are proportional to."""
+
+
+def _split_log_sum_exp(logits: NDArray[Any], visible: Visible) -> tuple[Logits, Logits]:
+    """The largest visible logit of each row, and how far its log-sum-exp is above that."""
+    x = np.where(visible, logits, -np.inf).astype(np.float64)
+    top = x.max(axis=-1, keepdims=True, initial=-np.inf)
+    # A row of -inf would make inf - inf: shift it by 0 instead, its sum of exponentials is 0 either way.
+    shift = np.where(np.isneginf(top), 0.0, top)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return shift, np.log(np.exp(x - shift).sum(axis=-1, keepdims=True))
 
 
 def log_sum_exp(logits: NDArray[Any], visible: Visible) -> NDArray[np.float64]:
     """Natural log-sum-exp over the visible keys of each row, (..., M, N) -> (..., M); -inf for a row that sees none."""
-    x = np.where(visible, logits, -np.inf).astype(np.float64)
-    top = x.max(axis=-1, initial=-np.inf)
-    # A row of -inf would make inf - inf: shift it by 0 instead, its sum of exponentials is 0 either way.
-    shift = np.where(np.isneginf(top), 0.0, top)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(shift + np.log(np.exp(x - shift[..., None]).sum(axis=-1)))
+    shift, above = _split_log_sum_exp(logits, visible)
+    return np.asarray((shift + above)[..., 0])
 
 
 def log_softmax(logits: NDArray[Any], visible: Visible) -> Logits:
     """Natural log-probabilities over the visible keys, 0 where not visible so that sums may run over whole rows."""
+    # Subtracted one after the other: with logits of 1e4 their sum is rounded too coarsely for sum P to be 1.
+    shift, above = _split_log_sum_exp(logits, visible)
     with np.errstate(invalid="ignore"):
-        return np.where(visible, logits - log_sum_exp(logits, visible)[..., None], 0.0)
+        return np.where(visible, logits - shift - above, 0.0)
 
 
 def _poison(rows: NDArray[Any], teacher: Logits, student: Logits, visible: Visible) -> NDArray[Any]:
@@ -61,16 +71,27 @@ def _kl(teacher: Logits, student: Logits, visible: Visible) -> NDArray[np.float6
     return _poison(rows, teacher, student, visible)
 
 
-def _kl_gradients(teacher: Logits, student: Logits, visible: Visible) -> tuple[Logits, Logits]:
+def _kl_terms(teacher: Logits, student: Logits, visible: Visible) -> tuple[Logits, Logits, Logits, Logits]:
+    """P, Q, log P - log Q, and the row's KL with an axis to broadcast along."""
     log_p, log_q = log_softmax(teacher, visible), log_softmax(student, visible)
     with np.errstate(invalid="ignore", over="ignore"):
         p, q = np.where(visible, np.exp(log_p), 0.0), np.where(visible, np.exp(log_q), 0.0)
         ratio = log_p - log_q
-        row = (p * ratio).sum(axis=-1, keepdims=True)
-        d_teacher, d_student = p * (ratio - row), q - p
-    return tuple(  # type: ignore[return-value]
-        np.where(visible, _poison(d, teacher, student, visible), 0.0) for d in (d_teacher, d_student)
-    )
+        return p, q, ratio, (p * ratio).sum(axis=-1, keepdims=True)
+
+
+def _kl_gradients(teacher: Logits, student: Logits, visible: Visible) -> tuple[Logits, Logits]:
+    p, q, ratio, row = _kl_terms(teacher, student, visible)
+    with np.errstate(invalid="ignore", over="ignore"):
+        both = p * (ratio - row), q - p
+    d_teacher, d_student = (np.where(visible, _poison(d, teacher, student, visible), 0.0) for d in both)
+    return d_teacher, d_student
+
+
+def _kl_magnitudes(teacher: Logits, student: Logits, visible: Visible) -> tuple[Logits, Logits]:
+    p, q, ratio, row = _kl_terms(teacher, student, visible)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return p * (1 + np.abs(ratio) + np.abs(row)), p + q
 
 
 DIVERGENCES: dict[str, Divergence] = {
@@ -83,6 +104,7 @@ DIVERGENCES: dict[str, Divergence] = {
             statistics=("teacher_lse", "student_lse"),
             value=_kl,
             logit_gradients=_kl_gradients,
+            logit_magnitudes=_kl_magnitudes,
         ),
     )
 }

@@ -1,0 +1,257 @@
+"""Judging results: bounds that follow from the arithmetic, and messages that say where and how it went wrong.
+
+Two kinds of bound. Absolute ones are the accuracy this package states. Calibrated ones compare the worst error with
+that of a plain same-precision computation on the same data: at most twice it, plus what rounding alone may do; they
+need no number picked by hand and hold for any data. Gradients get checks that know how gradients go wrong: a missing
+term leaves rows at zero, a wrong sign or swapped rows keep the norm, a wrong factor keeps the direction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .reference import Gradients, Grads, Rows, exact
+
+Array = NDArray[Any]
+
+ROW_BOUND = 2e-6
+"""|KL - KL_64| <= ROW_BOUND (1 + KL) on ordinary data, inputs of 16 or 32 bits."""
+HARD_BOUND = 1e-5
+"""|KL - KL_64| <= HARD_BOUND (1 + KL) + 2^-22 `Rows.condition` on any data."""
+GRADIENT_BOUND = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5, "float64": 1e-12}
+"""Relative L2 error of a gradient, by the type of its input."""
+DOUBLE_ROW_BOUND = 1e-13
+
+# Half the distance of neighbours next to zero: no result can be closer to a number below that.
+_SUBNORMAL = {"bfloat16": 2.0**-134, "float16": 2.0**-25, "float32": 2.0**-150, "float64": 0.0}
+_EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+
+
+def check_rows(
+    name: str,
+    actual: ArrayLike,
+    expected: Rows,
+    *,
+    hard: bool = False,
+    dtype: str = "float32",
+    plain: ArrayLike | None = None,
+) -> float:
+    """Compare KL rows with the reference; AssertionError naming the worst row. Returns the share of the bound used.
+
+    `hard` allows for what the rounding of large logits alone does. `dtype` is the type the forward computes in. `plain`
+    adds the calibrated check.
+    """
+    a, e = exact(actual), expected.kl
+    _same_shape(name, a, e)
+    _same_places(name, a, e)
+    relative = DOUBLE_ROW_BOUND if dtype == "float64" else HARD_BOUND if hard else ROW_BOUND
+    # The float64 reference is as wrong as a float64 result.
+    rounding = 16 * _EPSILON[dtype] if dtype == "float64" else 4 * _EPSILON[dtype] if hard else 0
+    bound = relative * (1 + np.abs(e)) + rounding * expected.condition
+    error = _error(a, e)
+    share = _within(name, error, bound, a, e)
+    if plain is not None:
+        check_calibrated(name, a, e, plain, dtype, floor=rounding * float(expected.condition.max(initial=0)))
+    return share
+
+
+def check_lse(name: str, actual: ArrayLike, expected: ArrayLike, largest: ArrayLike, dtype: str = "float32") -> float:
+    """Compare log-sum-exps with the reference, -inf where it is -inf. Returns the share of the bound used."""
+    a, e = exact(actual), exact(expected)
+    _same_shape(name, a, e)
+    _same_places(name, a, e)
+    unit = DOUBLE_ROW_BOUND if dtype == "float64" else ROW_BOUND
+    return _within(name, _error(a, e), unit * (1 + exact(largest)), a, e)
+
+
+def check_calibrated(
+    name: str, actual: ArrayLike, expected: ArrayLike, plain: ArrayLike, dtype: str, floor: float = 0
+) -> float:
+    """The worst error may be twice that of a plain one, plus `floor` and a few roundings of the largest value.
+
+    `dtype` is the type both are rounded to. Returns the share of the bound used.
+    """
+    a, e, p = exact(actual), exact(expected), exact(plain)
+    finite = np.isfinite(a) & np.isfinite(e) & np.isfinite(p)
+    if not finite.any():
+        return 0.0
+    error = np.where(finite, _error(a, e), 0)
+    ours, theirs = float(error.max()), float(_error(p, e)[finite].max())
+    floor += 4 * _EPSILON[dtype] * float(np.abs(e[finite]).max()) + _SUBNORMAL[dtype]
+    allowed = 2 * theirs + floor
+    if ours > allowed:
+        raise AssertionError(
+            f"{name}: worst error {ours:.3g} is more than twice the {theirs:.3g} of a plain {dtype} computation "
+            f"plus rounding {floor:.3g}; {_worst(error, a, e)}"
+        )
+    return ours / allowed if allowed > 0 else 0.0
+
+
+def check_gradient(
+    name: str,
+    actual: ArrayLike,
+    expected: ArrayLike,
+    magnitude: ArrayLike,
+    noise: ArrayLike,
+    sensitivity: ArrayLike,
+    dtype: str,
+    *,
+    plain: ArrayLike | None = None,
+    hard: bool = False,
+    nan_may_spread: bool = False,
+) -> float:
+    """Compare one gradient with the reference; AssertionError saying which check failed and where it is worst.
+
+    `magnitude`, `noise` and `sensitivity` are those of `reference.Gradients`: what an element's error is relative to
+    where terms cancel, and where the gradient must be exactly 0. `hard` allows for what the rounding of large logits
+    alone does. `plain` adds the calibrated check. `nan_may_spread` allows NaN where the reference has none, once it
+    has some. Returns the share of the L2 bound used.
+    """
+    a, e, size, noise, rough = (exact(x) for x in (actual, expected, magnitude, noise, sensitivity))
+    _same_shape(name, a, e)
+    bound, tiny = GRADIENT_BOUND[dtype], _SUBNORMAL[dtype]
+    epsilon = _EPSILON["float64" if dtype == "float64" else "float32"]
+    if dtype == "float16":
+        # Beyond the type's range infinity is the right rounding.
+        a = np.where((np.abs(e) > 65504 * (1 - bound)) & (a == np.copysign(np.inf, e)), e, a)
+
+    poisoned = np.isnan(e)
+    silent = poisoned & np.isfinite(a)
+    if silent.any():
+        raise AssertionError(f"{name}: {silent.sum()} elements are finite where NaN or Inf was visible; {_at(silent)}")
+    if nan_may_spread and poisoned.any():
+        poisoned = poisoned | np.isnan(a)
+    spread = ~poisoned & ~np.isfinite(a)
+    if spread.any():
+        raise AssertionError(f"{name}: {spread.sum()} elements are not finite; {_worst(spread, a, e)}")
+    a, e, size, noise, rough = (np.where(poisoned, 0, x) for x in (a, e, size, noise, rough))
+    wrong = (size == 0) & (a != 0)
+    if wrong.any():
+        raise AssertionError(f"{name}: {wrong.sum()} elements must be exactly 0; {_worst(np.abs(a) * wrong, a, e)}")
+
+    # What float32 arithmetic alone may do, element by element.
+    blur = 5 * epsilon * size + (4 * epsilon * rough if hard else 0)
+    error, norm = _norm(a - e), _norm(e)
+    allowed = bound * max(norm, _norm(noise)) + _norm(blur) + tiny * float(e.size) ** 0.5
+    if error > allowed:
+        raise AssertionError(
+            f"{name}: relative L2 error {error / max(norm, 1e-300):.3g} exceeds {allowed / max(norm, 1e-300):.3g} "
+            f"(norm ratio {_ratio(a, e):.4g}, cosine {_cosine(a, e):.4g}); {_worst(_error(a, e), a, e)}"
+        )
+    # Rows are judged one by one, each by what it is made of: a small row that is wrong drowns in the norm of all.
+    row_error, row_norm, row_noise, row_blur = (np.linalg.norm(x, axis=-1) for x in (a - e, e, noise, blur))
+    row_allowed = 3 * bound * (row_norm + row_noise) + 4 * row_blur + 2 * tiny * float(e.shape[-1]) ** 0.5
+    # Probabilities below 2^-126 are 0 in float32, which matters to a row made of nothing else.
+    row_allowed += 1e-30 * row_blur.max(initial=0) / epsilon
+    bad = row_error > row_allowed
+    if bad.any():
+        at = np.unravel_index(int(np.where(bad, row_error / np.maximum(row_allowed, 1e-300), 0).argmax()), bad.shape)
+        raise AssertionError(
+            f"{name}: {bad.sum()} of {bad.size} rows are off; worst is row {_tuple(at)} with norm ratio "
+            f"{_ratio(a[at], e[at]):.4g} and cosine {_cosine(a[at], e[at]):.4g} "
+            f"(error {row_error[at]:.3g}, allowed {row_allowed[at]:.3g})"
+        )
+    # Roundings have no preferred sign: over many elements their component along the truth is far below their size.
+    bias = float(((a - e) * e).sum()) / norm if norm > 0 else 0.0
+    if abs(bias) > allowed * min(1.0, 0.25 + 3 / float(max(int((e != 0).sum()), 1)) ** 0.5):
+        raise AssertionError(f"{name}: biased by a factor {1 + bias / norm:.6g}; {_worst(_error(a, e), a, e)}")
+    if plain is not None:
+        check_calibrated(name, a, e, np.where(poisoned, 0, exact(plain)), dtype, float(blur.max(initial=0)))
+    return error / allowed if allowed > 0 else 0.0
+
+
+def check_gradients(
+    actual: tuple[Any, ...],
+    expected: Gradients,
+    dtypes: tuple[str, str],
+    *,
+    plain: Grads | None = None,
+    hard: bool = False,
+    nan_may_spread: bool = False,
+) -> float:
+    """`check_gradient` for each of the four in `actual` that is not None. Returns the largest share."""
+    shares = [0.0]
+    for i, (name, x) in enumerate(zip(Grads._fields, actual, strict=True)):
+        if x is not None:
+            share = check_gradient(
+                f"gradient of {name}",
+                x,
+                expected.value[i],
+                expected.magnitude[i],
+                expected.noise[i],
+                expected.sensitivity[i],
+                dtypes[i // 2],
+                plain=None if plain is None else plain[i],
+                hard=hard,
+                nan_may_spread=nan_may_spread,
+            )
+            shares.append(share)
+    return max(shares)
+
+
+def check_same_bits(name: str, actual: ArrayLike, expected: ArrayLike) -> None:
+    """Bitwise equality as numbers go: equal values, NaN in the same places."""
+    a, e = exact(actual), exact(expected)
+    _same_shape(name, a, e)
+    differ = ~((a == e) | (np.isnan(a) & np.isnan(e)))
+    if differ.any():
+        raise AssertionError(f"{name}: {differ.sum()} of {a.size} elements differ; {_worst(differ, a, e)}")
+
+
+def _same_shape(name: str, a: Array, e: Array) -> None:
+    if a.shape != e.shape:
+        raise AssertionError(f"{name}: shape {a.shape}, expected {e.shape}")
+
+
+def _same_places(name: str, a: Array, e: Array) -> None:
+    differ = (np.isnan(a) != np.isnan(e)) | ((a != e) & (np.isinf(a) | np.isinf(e)))
+    if differ.any():
+        raise AssertionError(f"{name}: NaN or Inf differ in {differ.sum()} of {a.size} places; {_worst(differ, a, e)}")
+
+
+def _error(a: Array, e: Array) -> Array:
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isfinite(a) & np.isfinite(e), np.abs(a - e), 0.0)
+
+
+def _within(name: str, error: Array, bound: Array, a: Array, e: Array) -> float:
+    if not error.size:
+        return 0.0
+    with np.errstate(invalid="ignore"):
+        share = np.where(np.isfinite(bound), error / bound, 0.0)
+    if share.max() > 1:
+        at = np.unravel_index(int(share.argmax()), share.shape)
+        raise AssertionError(
+            f"{name}: {(share > 1).sum()} of {error.size} rows exceed their bound, worst {share.max():.3g} times "
+            f"(error {error[at]:.3g}, bound {bound[at]:.3g}); {_worst(share, a, e)}"
+        )
+    return float(share.max())
+
+
+def _norm(x: Array) -> float:
+    return float(np.linalg.norm(x))
+
+
+def _ratio(a: Array, e: Array) -> float:
+    return _norm(a) / max(_norm(e), 1e-300)
+
+
+def _cosine(a: Array, e: Array) -> float:
+    product = _norm(a) * _norm(e)
+    return float((a * e).sum() / product) if product > 0 else 0.0
+
+
+def _worst(badness: Array, a: Array, e: Array) -> str:
+    at = np.unravel_index(int(np.argmax(badness)), badness.shape)
+    return f"worst at {_tuple(at)}: got {a[at]:.9g}, expected {e[at]:.9g}"
+
+
+def _at(places: Array) -> str:
+    return f"first at {_tuple(np.argwhere(places)[0])}"
+
+
+def _tuple(index: Any) -> tuple[int, ...]:
+    return tuple(int(i) for i in index)

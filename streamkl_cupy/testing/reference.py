@@ -1,0 +1,282 @@
+"""The definition in dense float64 NumPy: rows, log-sum-exps and all four gradients, for every mask and divergence.
+
+Nothing here is fast or small: one head's M x N matrices exist in float64. Inputs are taken as they are, already rounded
+to their own type, and widened without error. `plain` is the other yardstick: the same formulas in the precision a
+straightforward implementation would use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..divergences import DIVERGENCES, log_sum_exp
+from ..masks import MASKS
+from ..numpy_backend import narrow, widen
+
+Array = NDArray[Any]
+
+
+class Rows(NamedTuple):
+    """Forward results, each shaped like the inputs without their last axis and with the query heads."""
+
+    kl: Array
+    teacher_lse: Array
+    student_lse: Array
+    largest: Array
+    """Largest scale x sum |q_d k_d| behind a visible logit of the row, of either side."""
+    condition: Array
+    """How much KL moves when every product behind every logit moves by its own size: on hard data logits cannot be
+    had better than to a rounding of those, and this times that rounding is what any method is off by."""
+
+
+class Grads(NamedTuple):
+    """One array per input, in the inputs' shapes."""
+
+    teacher_q: Array
+    teacher_k: Array
+    student_q: Array
+    student_k: Array
+
+
+class Gradients(NamedTuple):
+    """The gradients, and two measures of what each element is a sum of."""
+
+    value: Grads
+    magnitude: Grads
+    """Sum of the magnitudes of all terms; where it is 0 the gradient is exactly 0."""
+    noise: Grads
+    """Root of the sum of squares of dLogit x operand: the error if each dLogit is off by a random relative 1."""
+    sensitivity: Grads
+    """`magnitude` with each term times the size of the logits it comes from, like `Rows.condition`."""
+
+
+def exact(x: ArrayLike) -> Array:
+    """Any floating NumPy array, bfloat16 of ml_dtypes included, as float64 without a change of value."""
+    return np.asarray(x).astype(np.float64)
+
+
+def rounded(x: ArrayLike, dtype: str) -> Array:
+    """`x` rounded to nearest in the named type, returned as float32 (float64 for "float64")."""
+    x = np.asarray(x, np.float64)
+    if dtype == "float64":
+        return x
+    if dtype == "bfloat16":
+        return widen(narrow(x, np.dtype(np.uint16)), np.empty(x.shape, np.float32))
+    with np.errstate(over="ignore"):
+        return x.astype(dtype).astype(np.float32)
+
+
+def forward(
+    teacher_q: ArrayLike,
+    teacher_k: ArrayLike,
+    student_q: ArrayLike,
+    student_k: ArrayLike,
+    *,
+    divergence: str = "kl",
+    **options: Any,
+) -> Rows:
+    """Dense float64 forward. `options` are those of `attention_kl` that change the value of a row."""
+    call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
+    entry, visible = DIVERGENCES[divergence], call.visible
+    out = Rows(*(np.empty(call.row_shape) for _ in Rows._fields))
+    for index, _, teacher, student in call.heads():
+        d_teacher, d_student = entry.logit_gradients(teacher.logits, student.logits, visible)
+        sizes = teacher.sizes, student.sizes
+        with np.errstate(invalid="ignore"):
+            condition = np.abs(d_teacher) * sizes[0] + np.abs(d_student) * sizes[1]
+        results = (
+            entry.value(teacher.logits, student.logits, visible),
+            log_sum_exp(teacher.logits, visible),
+            log_sum_exp(student.logits, visible),
+            np.where(visible, np.maximum(*sizes), 0).max(axis=-1, initial=0),
+            np.where(visible, condition, 0).sum(axis=-1),
+        )
+        for array, x in zip(out, results, strict=True):
+            array[index] = x
+    return Rows(*(call.callers_rows(x) for x in out))
+
+
+def backward(
+    grad: ArrayLike,
+    teacher_q: ArrayLike,
+    teacher_k: ArrayLike,
+    student_q: ArrayLike,
+    student_k: ArrayLike,
+    *,
+    divergence: str = "kl",
+    **options: Any,
+) -> Gradients:
+    """Dense float64 gradients of sum(grad * rows), `grad` shaped like the rows.
+
+    NaN and Inf in inputs reach the gradients of the rows that see them and of the keys those rows see, no others.
+    """
+    call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
+    upstream = call.canonical_rows(exact(grad))
+    value, magnitude, noise, sensitivity = (call.zeros() for _ in Gradients._fields)
+    seen = call.visible.any(axis=-1)
+    entry = DIVERGENCES[divergence]
+    for index, keys, teacher, student in call.heads():
+        signed = entry.logit_gradients(teacher.logits, student.logits, call.visible)
+        terms = entry.logit_magnitudes(teacher.logits, student.logits, call.visible)
+        weight = np.where(seen, upstream[index], 0)[:, None]
+        with np.errstate(invalid="ignore", over="ignore"):
+            for side, half, d, size, key in zip((0, 2), (teacher, student), signed, terms, keys, strict=True):
+                d, size = (np.where(call.visible, weight * half.scale * x, 0) for x in (d, size))
+                for into, dx, q, k in (
+                    (value, d, half.q, half.k),
+                    (magnitude, np.abs(size), np.abs(half.q), np.abs(half.k)),
+                    (noise, d**2, half.q**2, half.k**2),
+                    (sensitivity, np.abs(size) * (1 + teacher.sizes + student.sizes), np.abs(half.q), np.abs(half.k)),
+                ):
+                    into[side][index] = dx @ k
+                    into[side + 1][key] += dx.T @ q
+    noise = [np.sqrt(x) for x in noise]
+    return Gradients(*(call.callers_inputs(x) for x in (value, magnitude, noise, sensitivity)))
+
+
+def reduce(kl: Array, teacher_lse: Array, row_weight: ArrayLike | None, reduction: str) -> Array:
+    """The `reduction` of `attention_kl` over rows: "none", "sum", or "mean" over rows that see a key."""
+    seen = ~np.isneginf(teacher_lse)
+    weight = np.where(seen, np.broadcast_to(1.0 if row_weight is None else exact(row_weight), kl.shape), 0.0)
+    weighted = np.where(seen, kl * weight, 0.0)
+    if reduction == "none":
+        return weighted
+    total = weighted.sum()
+    if reduction == "sum":
+        return np.asarray(total)
+    return np.asarray(total / weight.sum() if weight.sum() != 0 else 0.0)
+
+
+def plain(
+    grad: ArrayLike,
+    teacher_q: Array,
+    teacher_k: Array,
+    student_q: Array,
+    student_k: Array,
+    *,
+    dtypes: tuple[str, str] = ("float32", "float32"),
+    **options: Any,
+) -> tuple[Array, Grads]:
+    """KL rows and gradients as a straightforward program in the inputs' own precision gets them, to calibrate by.
+
+    Logits, softmax and logarithm in float32; the gradients from log-sum-exps kept in float32, as a recomputing backward
+    has them. Logit gradients are rounded to the type of their side before the second
+    products, as matrix units need it, and gradients once more at the end. `dtypes` are the teacher's and the student's.
+    """
+    call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
+    upstream = call.canonical_rows(exact(grad)).astype(np.float32)
+    rows, value = np.empty(call.row_shape, np.float32), call.zeros()
+    for index, keys, teacher, student in call.heads(np.float32):
+        log_p, log_q = (_log_softmax(half.logits, call.visible) for half in (teacher, student))
+        row = (np.where(call.visible, np.exp(log_p), np.float32(0)) * (log_p - log_q)).sum(axis=-1)
+        rows[index] = row
+        with np.errstate(invalid="ignore"):
+            log_p, log_q = (
+                half.logits - log_sum_exp(half.logits, call.visible).astype(np.float32)[:, None]
+                for half in (teacher, student)
+            )
+        p, q = (np.where(call.visible, np.exp(np.minimum(x, 1)), np.float32(0)) for x in (log_p, log_q))
+        d_logits = p * (np.where(call.visible, log_p - log_q, 0) - row[:, None]), q - p
+        for side, half, d, key, dtype in zip((0, 2), (teacher, student), d_logits, keys, dtypes, strict=True):
+            d = rounded(upstream[index][:, None] * d, dtype)
+            value[side][index] = half.scale * (d @ half.k)
+            value[side + 1][key] += half.scale * (d.T @ half.q)
+    types = (dtypes[0], dtypes[0], dtypes[1], dtypes[1])
+    grads = call.callers_inputs(value)
+    return call.callers_rows(rows), Grads(*(rounded(x, dtype) for x, dtype in zip(grads, types, strict=True)))
+
+
+def _log_softmax(logits: Array, visible: Array) -> Array:
+    """In the logits' own precision, where the registry's is float64 throughout; 0 where not visible."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        top = np.where(visible, logits, -np.inf).max(axis=-1, keepdims=True, initial=-np.inf)
+        shifted = np.where(visible, logits - np.where(np.isfinite(top), top, 0), -np.inf)
+        return np.where(visible, shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)), 0).astype(logits.dtype)
+
+
+class _Half(NamedTuple):
+    """One distribution of one head. `q` and `k` are for gradient products: rows with NaN or Inf are 0 in them, for
+    0 x NaN would leave the row that sees it; the logits, and so the logit gradients, still have it."""
+
+    q: Array
+    k: Array
+    scale: float
+    logits: Array
+    sizes: Array
+    """|scale| sum |q_d k_d| of each logit."""
+
+
+def _finite_rows(x: Array) -> Array:
+    return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, 0)
+
+
+class _Call:
+    """The four inputs in canonical order (batch, head, row, column), and the way back to the caller's."""
+
+    def __init__(
+        self,
+        inputs: tuple[ArrayLike, ...],
+        *,
+        teacher_scale: float | None = None,
+        student_scale: float | None = None,
+        causal: bool = False,
+        q_offset: int | None = None,
+        layout: str = "bhnd",
+    ) -> None:
+        arrays = [np.asarray(x) for x in inputs]
+        self._swap = layout == "bnhd" and arrays[0].ndim > 2
+        self._rank = arrays[0].ndim
+        self._inputs = [self._canonical(exact(x), 1) for x in arrays]
+        self._shapes = [x.shape for x in self._inputs]
+        self.row_shape = self._inputs[0].shape[:3]
+        dims = arrays[0].shape[-1], arrays[2].shape[-1]
+        given = teacher_scale, student_scale
+        self._scales = tuple(
+            1 / math.sqrt(dim) if scale is None else float(scale) for scale, dim in zip(given, dims, strict=True)
+        )
+        m, n = self.row_shape[2], self._inputs[1].shape[2]
+        params = {"q_offset": n - m if q_offset is None else q_offset}
+        self.visible = MASKS["causal" if causal else "none"].dense(params, m, n)
+
+    def _canonical(self, x: Array, trailing: int) -> Array:
+        lead = x.ndim - trailing
+        if self._swap:
+            x = x.swapaxes(lead - 2, lead - 1)
+        return x[(None,) * (3 - lead)]
+
+    def _callers(self, x: Array) -> Array:
+        x = x.swapaxes(1, 2) if self._swap else x
+        return x.reshape(x.shape[4 - self._rank :])
+
+    def canonical_rows(self, x: Array) -> Array:
+        return self._canonical(x, 0)
+
+    def callers_rows(self, x: Array) -> Array:
+        return self._callers(x)
+
+    def callers_inputs(self, arrays: list[Array]) -> Grads:
+        return Grads(*(self._callers(x) for x in arrays))
+
+    def zeros(self) -> list[Array]:
+        return [np.zeros(shape) for shape in self._shapes]
+
+    def heads(self, dtype: Any = np.float64) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]], _Half, _Half]]:
+        """Each (batch, head) with the key head it reads on either side, and both halves."""
+        batch, heads = self.row_shape[:2]
+        for b in range(batch):
+            for h in range(heads):
+                keys, halves = [], []
+                for side, scale in zip((0, 2), self._scales, strict=True):
+                    key = b, h * self._shapes[side + 1][1] // heads
+                    q, k = self._inputs[side][b, h].astype(dtype), self._inputs[side + 1][key].astype(dtype)
+                    with np.errstate(invalid="ignore", over="ignore"):
+                        logits = (q @ k.T) * np.asarray(scale, dtype)
+                        sizes = np.abs(q) @ np.abs(k).T * abs(scale)
+                    keys.append(key)
+                    halves.append(_Half(_finite_rows(q), _finite_rows(k), scale, logits, sizes))
+                yield (b, h), keys, halves[0], halves[1]
