@@ -68,6 +68,7 @@ def attention_kl(
     Works under ``jit``, ``grad``, ``vmap``, ``lax.scan``, ``checkpoint`` and ``shard_map``. Everything after the four
     arrays is static except ``row_weight``. Under plain ``jit`` on sharded arrays XLA gathers them and every device
     does all the work: use ``shard_map`` over the batch or head axis.
+    Under a transform the arrays are taken to be on JAX's default device.
 
     Example:
         >>> import jax
