@@ -1,14 +1,38 @@
-"""What every test shares: when the marked ones are skipped, and why."""
+"""What every test shares: when the marked ones are skipped and why, seeds, and one adaptor per kind of array."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import os
+import secrets
+import zlib
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+
+from streamkl_cupy.numpy_backend import narrow, widen
+
+# XLA would otherwise take most of the GPU's memory from the tests of the other frameworks.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+Array = NDArray[Any]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--seed", type=int, default=None, help="repeat a run's random inputs (the seed is in its header)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seed") is None:
+        config.option.seed = secrets.randbelow(10**6)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random inputs: --seed {config.getoption('--seed')}"
 
 
 @functools.cache
@@ -31,3 +55,191 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=gpu_missing()))
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
+    if skipped and gpu_missing():
+        terminalreporter.write_line(f"{len(skipped)} gpu tests did not run: {gpu_missing()}", yellow=True)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Fresh numbers for each test and each run, the same ones for the same --seed."""
+    return np.random.default_rng([request.config.getoption("--seed"), zlib.crc32(request.node.nodeid.encode())])
+
+
+class Backend:
+    """Makes arrays of one framework on one device from float NumPy arrays, and reads them back as float64."""
+
+    name: str
+    module: str
+    device = "cpu"
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    has_views = True
+    has_negative_strides = False
+
+    def __init__(self) -> None:
+        self.xp: Any = pytest.importorskip(self.module, reason=f"needs {self.module}, which is not installed")
+
+    def __str__(self) -> str:
+        return self.name
+
+    def array(self, x: Any, dtype: str) -> Any:
+        """A new compact array of exactly this type."""
+        raise NotImplementedError
+
+    def numpy(self, x: Any) -> Array:
+        """The values, widened without error."""
+        raise NotImplementedError
+
+    def dtype(self, x: Any) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def full(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self.array(np.full(shape, np.nan, np.float32), dtype)
+
+    def poison(self, like: tuple[Any, ...]) -> None:
+        """Fill memory of these arrays' sizes with NaN and give it back, so that results are likely to be made there.
+
+        What a kernel forgets to write then shows.
+        """
+        held = [self.full(tuple(x.shape), self.dtype(x)) for x in like for _ in range(3)]
+        held += [self.full((3, *x.shape[:-1]), "float32") for x in like for _ in range(3)]
+        self.synchronize()
+        del held
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+
+
+def bfloat16_bits(x: Any) -> Array:
+    return narrow(np.asarray(x, np.float32), np.dtype(np.uint16))
+
+
+def from_bits(bits: Array) -> Array:
+    return widen(bits, np.empty(bits.shape, np.float64))
+
+
+def bfloat16() -> Any:
+    return pytest.importorskip("ml_dtypes", reason="bfloat16 in NumPy arrays needs ml_dtypes").bfloat16
+
+
+class NumPy(Backend):
+    name = module = "numpy"
+    dtypes = ("float32", "float16", "bfloat16", "float64")
+    has_negative_strides = True
+
+    def array(self, x: Any, dtype: str) -> Any:
+        if dtype == "bfloat16":
+            return bfloat16_bits(x).view(bfloat16())
+        return np.array(x, dtype)
+
+    def numpy(self, x: Any) -> Array:
+        return np.asarray(x).astype(np.float64)
+
+
+class CuPy(Backend):
+    name = module = "cupy"
+    device = "cuda"
+    has_negative_strides = True
+
+    def array(self, x: Any, dtype: str) -> Any:
+        if dtype == "bfloat16":
+            return self.xp.asarray(bfloat16_bits(x)).view(bfloat16())
+        return self.xp.asarray(np.array(x, dtype))
+
+    def numpy(self, x: Any) -> Array:
+        if self.dtype(x) == "bfloat16":
+            return from_bits(self.xp.ascontiguousarray(x).view(np.uint16).get())
+        return np.asarray(x.get(), np.float64)
+
+    def synchronize(self) -> None:
+        self.xp.cuda.get_current_stream().synchronize()
+
+
+class Torch(Backend):
+    name = "torch-cpu"
+    module = "torch"
+    dtypes = ("float32", "float16", "bfloat16", "float64")
+
+    def array(self, x: Any, dtype: str) -> Any:
+        # Through float64, so that the rounding is the one of the cast below.
+        return self.xp.from_numpy(np.array(x, np.float64)).to(getattr(self.xp, dtype)).to(self.device)
+
+    def numpy(self, x: Any) -> Array:
+        return np.asarray(x.detach().to("cpu", self.xp.float64).numpy())
+
+
+class TorchCuda(Torch):
+    name = "torch-cuda"
+    device = "cuda"
+    dtypes = ("float32", "float16", "bfloat16")
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not self.xp.cuda.is_available():
+            pytest.skip("needs torch with CUDA")
+
+    def synchronize(self) -> None:
+        self.xp.cuda.synchronize()
+
+
+class Jax(Backend):
+    name = "jax-cpu"
+    module = "jax"
+    has_views = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            self.place = self.xp.devices("cpu" if self.device == "cpu" else "gpu")[0]
+        except RuntimeError as error:
+            pytest.skip(f"needs JAX on {self.device}: {error}")
+        self.jnp = importlib.import_module("jax.numpy")
+
+    def array(self, x: Any, dtype: str) -> Any:
+        host = bfloat16_bits(x).view(bfloat16()) if dtype == "bfloat16" else np.array(x, dtype)
+        return self.xp.device_put(host, self.place)
+
+    def numpy(self, x: Any) -> Array:
+        return np.asarray(x).astype(np.float64)
+
+    def synchronize(self) -> None:
+        self.xp.block_until_ready(self.jnp.zeros(1))
+
+
+class JaxCuda(Jax):
+    name = "jax-cuda"
+    device = "cuda"
+
+
+_CPU: tuple[type[Backend], ...] = (NumPy, Torch, Jax)
+_GPU: tuple[type[Backend], ...] = (CuPy, TorchCuda, JaxCuda)
+
+
+@pytest.fixture(
+    params=[*_CPU, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in _GPU)],
+    ids=[kind.name for kind in (*_CPU, *_GPU)],
+)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """One framework on one device: numpy, torch-cpu, jax-cpu, and on a GPU cupy, torch-cuda, jax-cuda."""
+    found: Backend = request.param()
+    return found
+
+
+@pytest.fixture(
+    params=[NumPy, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in (CuPy, TorchCuda))],
+    ids=[kind.name for kind in (NumPy, CuPy, TorchCuda)],
+)
+def strided_backend(request: pytest.FixtureRequest) -> Backend:
+    """The frameworks with views: numpy, and on a GPU cupy and torch-cuda."""
+    found: Backend = request.param()
+    return found
+
+
+@pytest.fixture(params=[NumPy, pytest.param(CuPy, marks=pytest.mark.gpu)], ids=["numpy", "cupy"])
+def core(request: pytest.FixtureRequest) -> Backend:
+    """One framework per device, where the device's arithmetic is judged and not the framework: numpy and cupy."""
+    found: Backend = request.param()
+    return found
