@@ -165,8 +165,8 @@ def plain(
     """KL rows and gradients as a straightforward program in the inputs' own precision gets them, to calibrate by.
 
     Logits, softmax and logarithm in float32; the gradients from log-sum-exps kept in float32, as a recomputing backward
-    has them. Logit gradients are rounded to the type of their side before the second
-    products, as matrix units need it, and gradients once more at the end. `dtypes` are the teacher's and the student's.
+    has them. Logit gradients are rounded to the type of their side before the second products, as matrix units need it,
+    and gradients once more at the end. `dtypes` are the teacher's and the student's.
     """
     call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
     upstream = call.canonical_rows(exact(grad)).astype(np.float32)
@@ -175,13 +175,9 @@ def plain(
         log_p, log_q = (_log_softmax(half.logits, call.visible) for half in (teacher, student))
         row = (np.where(call.visible, np.exp(log_p), np.float32(0)) * (log_p - log_q)).sum(axis=-1)
         rows[index] = row
-        with np.errstate(invalid="ignore"):
-            log_p, log_q = (
-                half.logits - log_sum_exp(half.logits, call.visible).astype(np.float32)[:, None]
-                for half in (teacher, student)
-            )
-        p, q = (np.where(call.visible, np.exp(np.minimum(x, 1)), np.float32(0)) for x in (log_p, log_q))
-        d_logits = p * (np.where(call.visible, log_p - log_q, 0) - row[:, None]), q - p
+        log_p, log_q = (_from_saved(half.logits, call.visible) for half in (teacher, student))
+        p, q = (np.where(call.visible, np.exp(x), np.float32(0)) for x in (log_p, log_q))
+        d_logits = p * (log_p - log_q - row[:, None]), q - p
         for side, half, d, key, dtype in zip((0, 2), (teacher, student), d_logits, keys, dtypes, strict=True):
             d = rounded(upstream[index][:, None] * d, dtype)
             value[side][index] = half.scale * (d @ half.k)
@@ -197,6 +193,12 @@ def _log_softmax(logits: Array, visible: Array) -> Array:
         top = np.where(visible, logits, -np.inf).max(axis=-1, keepdims=True, initial=-np.inf)
         shifted = np.where(visible, logits - np.where(np.isfinite(top), top, 0), -np.inf)
         return np.where(visible, shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)), 0).astype(logits.dtype)
+
+
+def _from_saved(logits: Array, visible: Array) -> Array:
+    """Log-probabilities from a log-sum-exp that was rounded to float32; 0 where not visible."""
+    lse = log_sum_exp(logits, visible).astype(np.float32)[:, None]
+    return np.where(visible, logits - np.where(np.isneginf(lse), 0, lse), 0).astype(np.float32)
 
 
 class _Half(NamedTuple):
