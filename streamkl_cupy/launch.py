@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arch import DeviceFacts
-from .compile import load
+from .compile import import_cupy, load
 from .errors import CaptureError, DriverError
 from .masks import MASKS
 from .planning import ELEMENT_BYTES, KernelPlan, Plan, make_plan
@@ -22,14 +22,14 @@ from .problem import INPUT_NAMES, Problem, canonical_strides
 from .source import flatten
 
 if TYPE_CHECKING:
-    from .arrays import ArrayView, Gradients, Inputs, RowStats, Saved
+    from .arrays import Gradients, Inputs, RowStats, Saved
 
 LOG2E = 1.4426950408889634
 
 # The structs of cuda_src/common/args.cuh, field by field.
 _TENSOR4 = struct.Struct("=Q4q")
 _TENSOR3 = struct.Struct("=Q3q")
-_EXTENTS = struct.Struct("=6i4q")
+_EXTENTS = struct.Struct("=8i4q")
 _FORWARD_TAIL = struct.Struct("=2f")
 _GRADIENT_TAIL = struct.Struct("=3fi")
 _POINTER = struct.Struct("=Q")
@@ -53,25 +53,24 @@ def device_facts(index: int) -> DeviceFacts:
     """Facts of an installed GPU.
 
     Raises:
-        DriverError: there is no CuPy, no driver or no such GPU.
+        CompilerError: there is no CuPy.
+        DriverError: there is no driver or no such GPU.
     """
+    cupy = import_cupy()
+    runtime = cupy.cuda.runtime
     try:
-        import cupy
-
-        attributes = cupy.cuda.Device(index).attributes
-        name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
-    except ImportError as error:
-        raise DriverError('CuPy is missing: pip install "streamkl-cupy[cuda12]" (or [cuda13])') from error
-    except cupy.cuda.runtime.CUDARuntimeError as error:
+        properties = runtime.getDeviceProperties(index)
+        smem_per_block = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, index)
+    except runtime.CUDARuntimeError as error:
         raise DriverError(
             f"GPU {index} cannot be used: {error}. Check nvidia-smi for a driver and a device, "
             "or pass NumPy arrays to compute on the CPU"
         ) from error
     return DeviceFacts(
-        compute_capability=(attributes["ComputeCapabilityMajor"], attributes["ComputeCapabilityMinor"]),
-        smem_per_block=attributes["MaxSharedMemoryPerBlockOptin"],
-        multiprocessors=attributes["MultiProcessorCount"],
-        name=name,
+        compute_capability=(properties["major"], properties["minor"]),
+        smem_per_block=smem_per_block,
+        multiprocessors=properties["multiProcessorCount"],
+        name=properties["name"].decode(),
     )
 
 
@@ -101,8 +100,7 @@ class Runner:
     """A Problem made ready for one GPU. Thread-safe: calls share nothing that they change."""
 
     def __init__(self, problem: Problem) -> None:
-        import cupy
-
+        cupy = import_cupy()
         self._runtime = cupy.cuda.runtime
         self._guard = cupy.cuda.Device(problem.device.index)
         self.problem = problem
@@ -160,12 +158,14 @@ def _template(problem: Problem, plan: KernelPlan) -> bytes:
     operands = b"".join(_TENSOR4.pack(0, *problem.operand(name).strides) for name in INPUT_NAMES)
     mask = [problem.mask[name] for name in MASKS[problem.mask.name].params]
     extents = _EXTENTS.pack(
+        problem.batch,
         problem.heads,
         problem.queries,
         problem.keys,
         max(problem.teacher.group, 1),
         max(problem.student.group, 1),
         plan.tiles,
+        plan.head_group,
         *mask,
         *[0] * (4 - len(mask)),
     )

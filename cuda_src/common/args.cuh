@@ -15,10 +15,11 @@ struct Tensor3 {  // (B, H, M) row vector through strides
 };
 
 struct Extents {
-    int heads, queries, keys;       // H, M, N
+    int batch, heads, queries, keys;   // B, H, M, N
     int teacher_group, student_group;  // query heads that read one key head
-    int tiles;                      // row tiles of this launch per head
-    i64 mask[4];                    // the mask's own integers, in the registry's order
+    int tiles;                         // row tiles of this launch per head
+    int head_group;                    // heads that run side by side
+    i64 mask[4];                       // the mask's own integers, in the registry's order
 };
 
 struct Inputs {

@@ -57,7 +57,7 @@ __device__ inline void absorb(RowState (&state)[kLaneRows], Strip<kTiles>& t, St
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ ForwardArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
-    const Block block = block_of(n.heads, n.tiles, true);
+    const Block block = block_of(n, n.heads, n.batch * n.heads, true);
     const Mask mask(n);
 
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, n.queries);

@@ -102,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const Extents& n = args.n;
     const int out_group = kSide == kTeacher ? n.teacher_group : n.student_group;
     const int heads_per_block = kRowsAreQueries ? 1 : out_group;  // query heads summed into one output head
-    const Block block = block_of(n.heads / heads_per_block, n.tiles, kRowsAreQueries);
+    const int out_heads = n.heads / heads_per_block;
+    const Block block = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries);
     const Mask mask(n);
 
     const int row_count = kRowsAreQueries ? n.queries : n.keys;

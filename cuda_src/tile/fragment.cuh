@@ -93,15 +93,28 @@ __device__ inline void load_b2_transposed(FragmentB2<T::kCode>& b, T tile, int k
     }
 }
 
-// d (16 x 8) += a * b, `which` of the two operands; the smallest plane products first, so that they are not lost.
+// d (16 x 8) += the product of the leading planes, `which` of the two operands B.
 template <int CODE>
-__device__ inline void multiply(float (&d)[4], const FragmentA<CODE>& a, const FragmentB2<CODE>& b, int which) {
+__device__ inline void multiply_leading(float (&d)[4], const FragmentA<CODE>& a, const FragmentB2<CODE>& b, int which) {
+    Element<CODE>::multiply(d, a.r[0], b.r[0][2 * which], b.r[0][2 * which + 1]);
+}
+
+// d (16 x 8) += all other products of planes that matter, the smallest first.
+template <int CODE>
+__device__ inline void multiply_rest(float (&d)[4], const FragmentA<CODE>& a, const FragmentB2<CODE>& b, int which) {
     using E = Element<CODE>;
 #pragma unroll
-    for (int order = E::kPlanes - 1; order >= 0; --order) {
+    for (int order = E::kPlanes - 1; order > 0; --order) {
 #pragma unroll
         for (int i = 0; i <= order; ++i) E::multiply(d, a.r[i], b.r[order - i][2 * which], b.r[order - i][2 * which + 1]);
     }
+}
+
+// d (16 x 8) += a * b.
+template <int CODE>
+__device__ inline void multiply(float (&d)[4], const FragmentA<CODE>& a, const FragmentB2<CODE>& b, int which) {
+    multiply_rest(d, a, b, which);
+    multiply_leading(d, a, b, which);
 }
 
 // The accumulators of two neighbouring 16x8 products as one operand A.

@@ -45,11 +45,15 @@ struct Stationary<T, true> {
 };
 
 // out = stationary rows * streamed rows^T. Unrolling lets loads run ahead of products and costs registers and code: the
-// plan says how far.
+// plan says how far. The matrix unit truncates when it adds, so the small products of planes are summed on their own:
+// each sum then sees one addition per step instead of one per plane pair.
 template <int TILES, class A, class T>
 __device__ inline void scores(Strip<TILES>& out, const A& stationary, T streamed) {
     constexpr int depth = T::kDepth / 16;
+    constexpr bool split = T::E::kPlanes > 1;
+    Strip<split ? TILES : 1> small;
     clear<TILES>(out);
+    if constexpr (split) clear<TILES>(small);
 #pragma unroll(SKL_UNROLL)
     for (int k = 0; k < depth; ++k) {
         FragmentA<T::kCode> a[kWarpTiles];
@@ -60,10 +64,20 @@ __device__ inline void scores(Strip<TILES>& out, const A& stationary, T streamed
             FragmentB2<T::kCode> b;
             load_b2(b, streamed, 8 * n, 16 * k);
 #pragma unroll
-            for (int m = 0; m < kWarpTiles; ++m) {
-                multiply(out[m][n], a[m], b, 0);
-                multiply(out[m][n + 1], a[m], b, 1);
-            }
+            for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+                for (int which = 0; which < 2; ++which) {
+                    multiply_leading<T::kCode>(out[m][n + which], a[m], b, which);
+                    if constexpr (split) multiply_rest<T::kCode>(small[m][n + which], a[m], b, which);
+                }
         }
+    }
+    if constexpr (split) {
+#pragma unroll
+        for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < TILES; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[m][n][e] += small[m][n][e];
     }
 }

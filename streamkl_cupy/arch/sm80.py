@@ -17,31 +17,34 @@ from . import Family, TileRow
 _FORWARD = (
     TileRow(4, 2, 64, 2, 2, False, 64, "32 rows per warp, two blocks per multiprocessor", unroll=4),
     TileRow(4, 2, 32, 2, 2, False, 128, "32 rows per warp halve the reads per product; two blocks fit", unroll=8),
-    TileRow(4, 1, 32, 2, 2, False, 128, "half the rows: twice the blocks where there are few"),
+    TileRow(2, 1, 64, 2, 2, False, 64, "few rows in all: more blocks, long tiles"),
+    TileRow(2, 1, 32, 2, 2, False, 128, "few rows in all: more blocks"),
     TileRow(4, 1, 32, 2, 1, False, 576, "one strip per warp: room for long rows"),
     TileRow(2, 1, 16, 1, 1, False, 576, "fits 99 KiB at the largest head dims"),
 )
 
 _FORWARD_F32 = (
-    TileRow(4, 1, 32, 2, 1, False, 128, "operands are split at every read, so registers go to planes", unroll=2),
-    TileRow(4, 1, 16, 1, 1, False, 256, "", unroll=2),
+    TileRow(4, 2, 32, 2, 1, False, 128, "operands are split at every read: 32 rows per warp share each split", unroll=2),
+    TileRow(2, 1, 32, 2, 1, False, 128, "few rows in all, or 99 KiB", unroll=2),
+    TileRow(4, 1, 16, 1, 1, False, 256, "one strip per warp: room for long rows", unroll=2),
     TileRow(1, 1, 16, 1, 1, False, 576, "the least a block can be", unroll=2),
 )
 
 _GRADIENT = (
-    TileRow(4, 2, 64, 2, 2, False, 64, "", unroll=1),
-    TileRow(4, 2, 32, 2, 2, False, 128, "", unroll=1, max_out=128),
-    TileRow(4, 1, 32, 2, 2, False, 128, "", unroll=2, max_out=128),
-    TileRow(4, 1, 32, 2, 1, False, 576, "", unroll=1),
-    TileRow(4, 1, 16, 1, 1, False, 576, "", unroll=1),
-    TileRow(2, 1, 16, 1, 1, False, 576, "", unroll=1),
+    TileRow(4, 2, 64, 2, 2, False, 64, "as the forward; unroll 4 would spill", unroll=3),
+    TileRow(4, 2, 32, 2, 2, False, 128, "as the forward; half the columns pay for the output's registers", unroll=8),
+    TileRow(2, 1, 32, 2, 2, False, 128, "few rows in all: more blocks", unroll=2),
+    TileRow(4, 1, 32, 2, 1, False, 576, "one strip per warp: room for long rows and outputs", unroll=1),
+    TileRow(4, 1, 16, 1, 1, False, 576, "the same in less shared memory", unroll=1),
+    TileRow(2, 1, 16, 1, 1, False, 576, "fits 99 KiB at the largest head dims", unroll=1),
 )
 
 _GRADIENT_F32 = (
-    TileRow(4, 1, 32, 2, 1, False, 64, "", unroll=1),
-    TileRow(4, 1, 16, 2, 1, False, 128, "", unroll=1),
-    TileRow(2, 1, 16, 1, 1, False, 256, "", unroll=1),
-    TileRow(1, 1, 16, 1, 1, False, 576, "", unroll=1),
+    TileRow(4, 2, 32, 2, 1, False, 64, "as the forward", unroll=1),
+    TileRow(8, 1, 32, 2, 1, False, 128, "eight warps hide the splitting; one strip pays for the output", unroll=1),
+    TileRow(2, 1, 16, 2, 1, False, 128, "few rows in all, or 99 KiB", unroll=1),
+    TileRow(2, 1, 16, 1, 1, False, 256, "room for long rows", unroll=1),
+    TileRow(1, 1, 16, 1, 1, False, 576, "the least a block can be", unroll=1),
 )
 
 _TILES = {
