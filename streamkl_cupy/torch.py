@@ -3,7 +3,8 @@
 Three layers. Two opaque custom operators launch the kernels, so that tracers see one node each. An
 ``autograd.Function`` around the forward operator gives first-order gradients under autograd and ``torch.func`` alike;
 its backward runs a second Function whose own backward refuses, because a silently missing second-order term is worse
-than an error. In front of both, a call that nothing differentiates or traces goes straight to the kernels.
+than an error. A forward that nothing traces or transforms skips the operator, and one that nothing differentiates
+skips the Function as well.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _plain(inputs: Sequence[Tensor]) -> bool:
     """Whether nothing differentiates, transforms or traces this call, so that it may skip the dispatcher."""
     if torch.compiler.is_compiling() or _transforms_active() or _dispatch_modes():
         return False
-    if forward_ad._current_level >= 0:
+    if getattr(forward_ad, "_current_level", 0) >= 0:
         return False
     recording = torch.is_grad_enabled()
     for x in inputs:
@@ -143,19 +144,9 @@ class _AttentionKL(torch.autograd.Function):
         precision: str,
         deterministic: bool | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows: tuple[Tensor, Tensor, Tensor] = _forward_op(
-            teacher_q,
-            teacher_k,
-            student_q,
-            student_k,
-            teacher_scale,
-            student_scale,
-            causal,
-            q_offset,
-            layout,
-            precision,
-            deterministic,
-        )
+        options = (teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+        launch: Any = _launch_forward if _plain((teacher_q, teacher_k, student_q, student_k)) else _forward_op
+        rows: tuple[Tensor, Tensor, Tensor] = launch(teacher_q, teacher_k, student_q, student_k, *options)
         return rows
 
     @staticmethod
@@ -210,23 +201,10 @@ class _AttentionKLBackward(torch.autograd.Function):
         precision: str,
         deterministic: bool | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        options = (teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+        # Always the operator: is_grads_batched hands over batched tensors that nothing here could recognise.
         grads: tuple[Tensor, Tensor, Tensor, Tensor] = _backward_op(
-            grad,
-            teacher_q,
-            teacher_k,
-            student_q,
-            student_k,
-            teacher_lse,
-            student_lse,
-            kl,
-            wanted,
-            teacher_scale,
-            student_scale,
-            causal,
-            q_offset,
-            layout,
-            precision,
-            deterministic,
+            grad, teacher_q, teacher_k, student_q, student_k, teacher_lse, student_lse, kl, wanted, *options
         )
         return grads
 
@@ -239,10 +217,7 @@ class _AttentionKLBackward(torch.autograd.Function):
         raise NotImplementedError(_NO_SECOND_ORDER)
 
 
-@torch.library.custom_op(
-    "streamkl::attention_kl_forward", mutates_args=(), schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
-)
-def _forward_op(
+def _launch_forward(
     teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
@@ -253,13 +228,7 @@ def _forward_op(
     return rows.kl.array, rows.teacher_lse.array, rows.student_lse.array
 
 
-@torch.library.custom_op(
-    "streamkl::attention_kl_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, {_INPUTS}, Tensor teacher_lse, Tensor student_lse, Tensor? kl, bool[] wanted, {_OPTIONS})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward_op(
+def _launch_backward(
     grad: Tensor,
     teacher_q: Tensor,
     teacher_k: Tensor,
@@ -285,6 +254,21 @@ def _backward_op(
     grads = calls.backward(inputs, ready, saved, wrt)
     a, b, c, d = (student_q.new_empty(0) if g is None else g for g in grads)
     return a, b, c, d
+
+
+_forward_op = torch.library.custom_op(
+    "streamkl::attention_kl_forward",
+    _launch_forward,
+    mutates_args=(),
+    schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)
+_backward_op = torch.library.custom_op(
+    "streamkl::attention_kl_backward",
+    _launch_backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, {_INPUTS}, Tensor teacher_lse, Tensor student_lse, Tensor? kl, bool[] wanted, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_forward_op.register_fake
