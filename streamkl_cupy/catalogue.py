@@ -1,0 +1,205 @@
+"""The list of representative problems: what is compiled ahead of time, and what tests compile for every architecture.
+
+Which kernel a problem gets hangs on head dims, element types, the mask, alignment and, through the choice of tile, on
+how many rows there are. The list crosses these where they meet in a kernel and leaves out what only changes a number in
+its arguments, such as scales, strides and batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from typing import NamedTuple
+
+from . import compile as compiler
+from . import settings
+from .errors import CompilerError
+from .planning import KernelPlan, facts_for_arch, make_plan
+from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
+from .source import flatten
+
+DIMS = (
+    *((dim, dim) for dim in (16, 32, 64, 80, 96, 128, 160, 192, 256)),
+    (64, 128),
+    (128, 64),
+    (192, 128),
+    (576, 128),
+    (512, 64),
+)
+"""(teacher, student); the unequal ones are shrunk students, latent attention and indexers."""
+
+ARCHS = ("sm_80", "sm_90", "sm_120")
+# Enough rows to fill any GPU, and so few that planning prefers smaller tiles.
+EXTENTS = ((8, 8192), (1, 512))
+
+
+class ElementTypes(NamedTuple):
+    """Types of both sides, with the precision of float32 products."""
+
+    teacher: str
+    student: str
+    precision: str = "highest"
+
+    def __str__(self) -> str:
+        name = self.teacher if self.teacher == self.student else f"{self.teacher}/{self.student}"
+        return name if "float32" not in name else f"{name} {self.precision}"
+
+
+ELEMENT_TYPES = (
+    ElementTypes("bfloat16", "bfloat16"),
+    ElementTypes("float16", "float16"),
+    ElementTypes("float32", "float32", "highest"),
+    ElementTypes("float32", "float32", "high"),
+    ElementTypes("bfloat16", "float32", "highest"),
+    ElementTypes("float16", "bfloat16"),
+)
+# Element-wise loads differ by the size of an element, not by its type.
+UNALIGNED = (ELEMENT_TYPES[0], ELEMENT_TYPES[2])
+
+
+class Entry(NamedTuple):
+    """One kernel of the list, with what it is for."""
+
+    label: str
+    kernel: KernelPlan
+
+
+class Built(NamedTuple):
+    """What came of compiling an entry: figures, or the error."""
+
+    entry: Entry
+    registers: int = 0
+    spill_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    image_bytes: int = 0
+    stored: bool = False
+    error: str = ""
+
+
+def problem(
+    dims: tuple[int, int],
+    types: ElementTypes,
+    mask: str = "none",
+    aligned: bool = True,
+    extents: tuple[int, int] = EXTENTS[0],
+) -> Problem:
+    """A problem of one batch entry with (heads, rows) and as many keys; unaligned ones cannot use 16-byte loads."""
+    heads, rows = extents
+
+    def side(dim: int, dtype: str) -> Side:
+        x = Operand(heads, rows, dim, dtype, _four(compact_strides((1, heads, rows, dim))), aligned)
+        return Side(x, x, dim**-0.5)
+
+    return Problem(
+        batch=1,
+        heads=heads,
+        queries=rows,
+        keys=rows,
+        teacher=side(dims[0], types.teacher),
+        student=side(dims[1], types.student),
+        mask=MaskSpec(mask, (("q_offset", 0),)) if mask == "causal" else MaskSpec(mask),
+        device=Device("cuda"),
+        precision=types.precision,
+    )
+
+
+def _four(strides: tuple[int, ...]) -> tuple[int, int, int, int]:
+    b, h, r, d = strides
+    return b, h, r, d
+
+
+def entries(
+    arch: str,
+    dims: Iterable[tuple[int, int]] = DIMS,
+    types: Iterable[ElementTypes] = ELEMENT_TYPES,
+) -> tuple[list[Entry], list[str]]:
+    """Every distinct kernel of the list on a typical GPU of `arch`, and which problems have no kernel there, and why.
+
+    Raises:
+        ValueError: the architecture is not known.
+    """
+    facts = facts_for_arch(arch)
+    found: dict[KernelPlan, Entry] = {}
+    refused = []
+    chosen = tuple(types)
+    for pair in dims:
+        for types_of in chosen:
+            for mask, aligned, extents in itertools.product(("none", "causal"), (True, False), EXTENTS):
+                if not aligned and types_of not in UNALIGNED:
+                    continue
+                label = f"{pair[0]}/{pair[1]} {types_of} {mask}{'' if aligned else ' unaligned'}"
+                try:
+                    plan = make_plan(problem(pair, types_of, mask, aligned, extents), facts)
+                except NotImplementedError as reason:
+                    refused.append(f"{label}: {reason}")
+                    continue
+                for kernel in (plan.forward, *(gradient for _, gradient in plan.gradients)):
+                    # The launch is no part of the compiled text.
+                    found.setdefault(replace(kernel, tiles=0, blocks=0), Entry(f"{kernel.name} {label}", kernel))
+    return list(found.values()), refused
+
+
+def hardest(listed: Sequence[Entry]) -> list[Entry]:
+    """Of all entries that share a tile, a role and element types, the one with the largest head dims.
+
+    Registers grow with the head dim, so a tile that holds its largest one without a spill mostly holds the others.
+    """
+    groups: dict[object, Entry] = {}
+    for entry in listed:
+        constants = dict(entry.kernel.constants)
+        group = (
+            entry.kernel.name,
+            entry.kernel.tile,
+            constants["SKL_T_ELEMENT"],
+            constants["SKL_S_ELEMENT"],
+            constants["SKL_PLANES"],
+        )
+        if group not in groups or _weight(entry) >= _weight(groups[group]):
+            groups[group] = entry
+    return list(groups.values())
+
+
+def _weight(entry: Entry) -> tuple[int, ...]:
+    constants = dict(entry.kernel.constants)
+    dims = (constants["SKL_T_DIM"], constants["SKL_S_DIM"])
+    # Element-wise loads and a mask need registers of their own.
+    return max(dims), sum(dims), -constants["SKL_TQ_VECTOR"], len(entry.kernel.slots[1][1])
+
+
+def build(listed: Sequence[Entry], jobs: int | None = None, store: bool = False) -> Iterator[Built]:
+    """Compile entries in `jobs` processes (default: one per core), yielding each as it is done.
+
+    With `store` the images also go to the cache on disk, where a later call finds them.
+    """
+    jobs = min(jobs or usable_cores(), max(len(listed), 1))
+    if jobs == 1:
+        for entry in listed:
+            yield _build_one(entry, store)
+        return
+    # Spawned, because forking a process that has used CUDA or threads leaves a broken copy.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(_build_one, entry, store) for entry in listed]):
+            yield future.result()
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _build_one(entry: Entry, store: bool) -> Built:
+    kernel = entry.kernel
+    text = flatten(kernel.entry, dict(kernel.constants), dict(kernel.slots))
+    try:
+        done = compiler.build(text, kernel.arch)
+        stored = False
+        if store:
+            key = compiler.cache_key(text, kernel.arch, (), compiler.import_cupy().cuda.nvrtc.getVersion())
+            stored = compiler._store(settings.cache_dir(), key, done.image) is not None
+    except CompilerError as error:
+        return Built(entry, error=str(error))
+    return Built(entry, done.registers, done.spill_bytes, done.notes, len(done.image), stored)

@@ -1,0 +1,1 @@
+"""The command line: `python -m streamkl_cupy doctor | bench | compile`. One module per command."""

@@ -1,0 +1,165 @@
+"""`python -m streamkl_cupy compile`: kernels into the cache ahead of time, with a report of what they use."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from .. import arrays, catalogue, settings
+from ..catalogue import ARCHS, DIMS, ELEMENT_TYPES, Built
+from ..compile import supported_archs
+from ..errors import CompilerError
+from . import report
+from .values import dims
+
+HELP = "compile kernels ahead of time into the cache; needs no GPU"
+EPILOG = """\
+examples:
+  python -m streamkl_cupy compile                                  for the GPU of this machine
+  python -m streamkl_cupy compile --arch sm_80 sm_90 sm_120        for other machines; no GPU needed
+  python -m streamkl_cupy compile --dims 64 128 192/128 --dtype bfloat16
+  STREAMKL_CACHE_DIR=/opt/kernels python -m streamkl_cupy compile --arch sm_90     into an image
+
+A call whose kernel is not in the list compiles it at its first use and keeps it, as always.
+Exit code: 0 all compiled without spills or remarks, 1 some did not, 2 wrong arguments or no compiler.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
+    parser.add_argument("--arch", nargs="+", metavar="ARCH", help="such as sm_90; default: the GPU here, else sm_90")
+    parser.add_argument(
+        "--dims", nargs="+", type=dims, metavar="D", help="head dims, as 128 or teacher/student 192/128; default: all"
+    )
+    names = sorted({name for types in ELEMENT_TYPES for name in types[:2]})
+    parser.add_argument(
+        "--dtype", nargs="+", choices=names, metavar="TYPE", help=f"only these of {', '.join(names)}; default: all"
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes; default: one per core")
+    parser.add_argument("--list", action="store_true", help="list what would be compiled, and stop")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Carry the command out; the exit code."""
+    if options.jobs is not None and options.jobs < 1:
+        raise ValueError(f"--jobs {options.jobs}: give at least 1")
+    archs = options.arch or [_arch_here()]
+    pairs = options.dims or DIMS
+    types = [t for t in ELEMENT_TYPES if not options.dtype or {t.teacher, t.student} <= set(options.dtype)]
+    listed = []
+    refused = []
+    for arch in archs:
+        found, without = catalogue.entries(arch, pairs, types)
+        listed += found
+        refused += [f"{arch} {line}" for line in without]
+    for line in refused:
+        print(f"no kernel: {line}")
+    if options.list:
+        for entry in listed:
+            print(f"{entry.kernel.arch} {entry.label}: {entry.kernel}")
+        return 0
+    _check_compiler({entry.kernel.arch for entry in listed})
+    _check_cache()
+
+    built = []
+    with report.Progress(len(listed), "kernel") as bar:
+        for done in catalogue.build(listed, options.jobs, store=True):
+            built.append(done)
+            bar.step(done.entry.label)
+    report.table(f"{len(built)} kernels in {settings.cache_dir()}", COLUMNS, summary(built))
+    complaints = [line for done in built for line in _complaints(done)]
+    for line in complaints:
+        print(line)
+    return 1 if complaints else 0
+
+
+COLUMNS = (
+    "<arch",
+    "<kernel",
+    "<types",
+    "kernels",
+    "registers",
+    "shared KiB",
+    "spilled B",
+    "remarks",
+    "failed",
+    "image KiB",
+)
+
+
+def summary(built: list[Built]) -> list[tuple[str, ...]]:
+    """One row per architecture, role and element types: the largest use of each resource."""
+    groups: dict[tuple[str, str, str], list[Built]] = defaultdict(list)
+    for done in built:
+        name, _, types, *rest = done.entry.label.split(" ")
+        precision = f" {rest[0]}" if rest[0] in ("highest", "high") else ""
+        groups[done.entry.kernel.arch, name, types + precision].append(done)
+    return [
+        (
+            *group,
+            str(len(members)),
+            str(max(m.registers for m in members)),
+            f"{max(m.entry.kernel.smem_bytes for m in members) / 1024:.0f}",
+            str(max(m.spill_bytes for m in members)),
+            str(sum(len(m.notes) for m in members)),
+            str(sum(bool(m.error) for m in members)),
+            f"{sum(m.image_bytes for m in members) / 1024:.0f}",
+        )
+        for group, members in sorted(groups.items())
+    ]
+
+
+def _complaints(done: Built) -> list[str]:
+    name = f"{done.entry.kernel.arch} {done.entry.label}"
+    lines = [f"{name}: remark of the assembler: {note}" for note in done.notes]
+    if done.spill_bytes:
+        lines.append(f"{name}: spills {done.spill_bytes} B; correct, but slower than it should be")
+    if done.error:
+        lines.append(f"{name}: {done.error}")
+    return lines
+
+
+def _arch_here() -> str:
+    index = arrays.current_gpu()
+    if index is None:
+        return "sm_90"
+    from ..launch import device_facts
+
+    major, minor = device_facts(index).compute_capability
+    return f"sm_{major}{minor}"
+
+
+def _check_compiler(archs: set[str]) -> None:
+    known = supported_archs()
+    for arch in sorted(archs):
+        number = int(arch.removeprefix("sm_").rstrip("af"))
+        if number not in known:
+            raise CompilerError(
+                f"--arch {arch}: the installed NVRTC compiles for {', '.join(f'sm_{n}' for n in known)}; "
+                'a newer one comes with pip install -U "streamkl-cupy[cuda13]"'
+            )
+
+
+def _check_cache() -> None:
+    """A cache that cannot be written makes this command pointless, so it is an error here."""
+    folder = settings.cache_dir()
+    if folder is None:
+        raise OSError(f"no home folder is known; set {settings.CACHE_DIR} to a folder for the kernels")
+    if not writable(folder):
+        raise OSError(f"{folder} cannot be written; set {settings.CACHE_DIR} to a folder that can")
+
+
+def writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made first if it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return os.access(folder, os.R_OK)
+    except OSError:
+        return False
+
+
+__all__ = ["ARCHS", "add_arguments", "run", "summary", "writable"]

@@ -1,0 +1,153 @@
+"""What a command shows and writes: tables, a progress bar, CSV, JSON and the plot.
+
+rich, tqdm and matplotlib make these better where they are installed; only the plot cannot do without.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+INSTALL = 'pip install "streamkl-cupy[bench]"'
+NARROWEST = 150
+"""Columns assumed where the output is no terminal, so that a log keeps whole lines."""
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], out: Any = None) -> None:
+    """Print a table. A column whose name begins with "<" is text, set left without that sign; others are numbers."""
+    out = out or sys.stdout
+    body = [tuple(row) for row in rows]
+    names = [column.removeprefix("<") for column in columns]
+    left = [column.startswith("<") for column in columns]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(_plain(title, names, left, body), file=out)
+        return
+    grid = Table(title=title, title_justify="left", title_style="bold")
+    for name, is_left in zip(names, left):
+        grid.add_column(name, justify="left" if is_left else "right", overflow="fold")
+    for row in body:
+        grid.add_row(*row)
+    width = None if out.isatty() else NARROWEST
+    Console(file=out, width=width, markup=False, highlight=False, emoji=False).print(grid)
+
+
+def _plain(title: str, names: list[str], left: list[bool], body: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(names, *body)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (cell.ljust(width) if is_left else cell.rjust(width) for cell, width, is_left in zip(row, widths, left))
+        return "  ".join(cells).rstrip()
+
+    return "\n".join((title, line(names), line(["-" * width for width in widths]), *map(line, body), ""))
+
+
+class Progress:
+    """A progress bar on standard error: tqdm's where it is installed and a terminal watches, silence otherwise."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self._bar: Any = None
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return
+        # disable=None means: only on a terminal.
+        self._bar = tqdm(total=total, unit=unit, disable=None, leave=False, dynamic_ncols=True)
+
+    def step(self, what: str = "") -> None:
+        """One unit of work is done; `what` names the one that comes."""
+        if self._bar is not None:
+            self._bar.set_description_str(what, refresh=False)
+            self._bar.update()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def write_csv(path: Path, fields: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Rows with exactly these fields, None as an empty cell."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A value as indented JSON."""
+    path.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def require_matplotlib() -> None:
+    """Raise before a long run whose plot could not be drawn."""
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(f"--plot needs matplotlib: {INSTALL}, or leave out --plot")
+
+
+# One colour per peer, the same in every panel, told apart in the common kinds of colour blindness too.
+COLOURS = {
+    "streamkl": "#d55e00",
+    "eager": "#999999",
+    "compile": "#0072b2",
+    "cudnn": "#009e73",
+    "flash": "#56b4e9",
+    "cupy": "#cc79a7",
+    "numpy": "#f0b000",
+    "yardstick": "#000000",
+}
+
+
+def plot(path: Path, rows: Sequence[Mapping[str, Any]], subtitle: str) -> None:
+    """Time and peak extra memory against N on logarithmic axes, one column of panels per pass."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    measured = [row for row in rows if row["status"] == "ok" and row["keys"] and row["peer"] in COLOURS]
+    passes = list(dict.fromkeys(row["pass"] for row in measured))
+    if not passes:
+        raise ValueError("nothing was measured, so there is nothing to plot")
+    plt.rcParams |= {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
+    figure, axes = plt.subplots(
+        2, len(passes), figsize=(3.6 * len(passes) + 1, 6.4), layout="constrained", squeeze=False, sharex=True
+    )
+    for column, name in enumerate(passes):
+        for axis, value, scale in ((axes[0][column], "ms_median", 1.0), (axes[1][column], "peak_bytes", 2.0**-20)):
+            for peer, colour in COLOURS.items():
+                points = sorted(
+                    (row["keys"], row[value] * scale, row["title"])
+                    for row in measured
+                    # Zero has no place on a logarithmic axis: an operation that allocates nothing is not drawn.
+                    if row["pass"] == name and row["peer"] == peer and row[value]
+                )
+                if points:
+                    x, y, titles = zip(*points)
+                    axis.plot(x, y, color=colour, marker="o", markersize=3.5, linewidth=1.4, label=titles[0])
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.grid(color="0.9")
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0][column].set_title(name.replace("_", " "))
+        axes[1][column].set_xlabel("N (keys)")
+    axes[0][0].set_ylabel("milliseconds")
+    axes[1][0].set_ylabel("peak extra memory, MiB")
+    handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(subtitle, fontsize=9, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,55 @@
+"""Every planned kernel compiles, spills nothing and draws no remark from the assembler, for each architecture.
+
+By default the hardest kernel of every tile, role and element type; with --slow the whole catalogue.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from streamkl_cupy import catalogue
+from streamkl_cupy.planning import facts_for_arch
+
+pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
+
+
+def check(listed: list[catalogue.Entry]) -> None:
+    limit = facts_for_arch(listed[0].kernel.arch.rstrip("a")).smem_per_block
+    wrong = []
+    for built in catalogue.build(listed, int(os.environ.get("STREAMKL_TEST_JOBS", "0")) or None):
+        problems = [built.error] if built.error else list(built.notes)
+        if built.spill_bytes:
+            problems.append(f"spills {built.spill_bytes} B with {built.registers} registers")
+        if built.entry.kernel.smem_bytes > limit:
+            problems.append(f"{built.entry.kernel.smem_bytes} B of shared memory, the limit is {limit}")
+        wrong += [f"{built.entry.label} [{built.entry.kernel}]: {problem}" for problem in problems]
+    assert not wrong, f"{len(wrong)} of {len(listed)}:\n" + "\n".join(sorted(wrong))
+
+
+@pytest.mark.parametrize("arch", catalogue.ARCHS)
+def test_the_hardest_of_each_kind(arch: str) -> None:
+    check(catalogue.hardest(catalogue.entries(arch)[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", catalogue.ARCHS)
+def test_every_kernel_of_the_catalogue(arch: str) -> None:
+    check(catalogue.entries(arch)[0])
+
+
+@pytest.mark.parametrize("arch", catalogue.ARCHS)
+def test_every_problem_of_the_catalogue_has_a_plan(arch: str) -> None:
+    listed, refused = catalogue.entries(arch)
+    assert refused == []
+    seen = {(dict(e.kernel.constants)["SKL_T_DIM"], dict(e.kernel.constants)["SKL_S_DIM"]) for e in listed}
+    assert seen == set(catalogue.DIMS)
+    assert {e.kernel.name for e in listed} == {"forward", "teacher_q", "teacher_k", "student_q", "student_k"}
+
+
+def test_the_hardest_cover_every_tile() -> None:
+    listed, _ = catalogue.entries("sm_80")
+    hard = catalogue.hardest(listed)
+    assert {(e.kernel.name, e.kernel.tile) for e in hard} == {(e.kernel.name, e.kernel.tile) for e in listed}
+    assert len(hard) < len(listed) / 5
