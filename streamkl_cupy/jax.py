@@ -24,7 +24,7 @@ from .problem import INPUT_NAMES, STUDENT, Options, Problem, compact_strides
 
 __all__ = ["attention_kl", "attention_kl_backward", "attention_kl_forward", "attention_kl_value_and_grad"]
 
-TESTED_JAX = "0.10.2 and 0.11.2"
+TESTED_JAX = "0.8 to 0.11"
 
 _NO_SECOND_ORDER = (
     "streamkl_cupy.attention_kl has first-order gradients only: its backward cannot be differentiated again. "
@@ -251,7 +251,8 @@ def _forward(config: _Config, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     problem = _check(config, inputs, ())
     shape, dtype = problem.row_shape, problem.stat_dtype
     if 0 in shape or not problem.keys:  # XLA calls no callback for an empty result
-        return jnp.zeros(shape, dtype), jnp.full(shape, -jnp.inf, dtype), jnp.full(shape, -jnp.inf, dtype)
+        nothing = jnp.full(shape, -jnp.inf, dtype)
+        return _marked((jnp.zeros(shape, dtype), nothing, nothing), inputs)
     rows = _Result(shape, dtype)
     callback = _forward_callback(config.options, len(shape))
     launch = _buffer_callback()(callback, (rows, rows, rows), vmap_method="expand_dims")
@@ -269,10 +270,10 @@ def _backward(config: _Config, wrt: tuple[str, ...], inputs: tuple[Any, ...], sa
             )
     results = {name: _Result(x.shape, x.dtype) for name, x in zip(INPUT_NAMES, inputs) if name in wrt}
     if 0 in problem.row_shape or not problem.keys:
-        return {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
-    callback = _backward_callback(config.options, wrt, len(problem.row_shape))
-    launch = _buffer_callback()(callback, results, vmap_method="expand_dims")
-    grads = launch(*inputs, *saved)
+        grads = {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
+    else:
+        callback = _backward_callback(config.options, wrt, len(problem.row_shape))
+        grads = _buffer_callback()(callback, results, vmap_method="expand_dims")(*inputs, *saved)
     marked = _marked((grads[name] for name in results), (*inputs, *saved))
     return dict(zip(results, marked, strict=True))
 
@@ -294,7 +295,8 @@ def _marked(values: Iterable[Any], like: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _mesh_axes(x: Any) -> frozenset[Any]:
-    varying: frozenset[Any] = jax.typeof(x).manual_axis_type.varying
+    aval: Any = jax.typeof(x)
+    varying: frozenset[Any] = aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma  # < 0.10
     return varying
 
 
