@@ -13,7 +13,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import streamkl_cupy
 from streamkl_cupy.numpy_backend import narrow, widen
+from streamkl_cupy.problem import INPUT_NAMES
+from streamkl_cupy.testing import reference
+from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows
+from streamkl_cupy.testing.problems import Case
 
 # XLA would otherwise take most of the GPU's memory from the tests of the other frameworks.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -111,6 +116,62 @@ class Backend:
 
     def synchronize(self) -> None:
         """Wait for the device."""
+
+    def arrays(self, case: Case) -> tuple[Any, ...]:
+        """The inputs of a case in its types."""
+        return tuple(self.array(x, dtype) for x, dtype in zip(case.arrays, case.dtype_of_inputs, strict=True))
+
+    def judge(
+        self,
+        case: Case,
+        grad: Array | None = None,
+        *,
+        wrt: tuple[str, ...] = INPUT_NAMES,
+        arrays: tuple[Any, ...] | None = None,
+        plain: bool = False,
+        nan_may_spread: bool = False,
+        unit: float | None = None,
+        **how: Any,
+    ) -> tuple[Any, Any]:
+        """Run a case forward, and backward where `grad` is given, in poisoned memory, and hold it against float64.
+
+        `arrays` replaces the inputs by other arrays of the same values. `how` are options that change how a result is
+        computed and not what it is. Returns the rows and the gradients as they came.
+        """
+        inputs = self.arrays(case) if arrays is None else arrays
+        options = {**case.options, **how}
+        compute = "float64" if "float64" in case.dtypes else "float32"
+        expected = reference.forward(*case.arrays, **case.options)
+        calibration = reference.plain(
+            np.ones(expected.kl.shape) if grad is None else grad, *case.arrays, dtypes=case.dtypes, **case.options
+        ) if plain else (None, None)  # fmt: skip
+        self.poison(inputs)
+        rows = streamkl_cupy.attention_kl_forward(*inputs, **options)
+        check_rows("kl", self.numpy(rows.kl), expected, hard=case.hard, dtype=compute, plain=calibration[0], unit=unit)
+        for name in ("teacher_lse", "student_lse"):
+            lse = self.numpy(getattr(rows, name))
+            check_lse(name, lse, getattr(expected, name), expected.largest, compute, unit)
+        assert {self.dtype(x) for x in rows} == {compute}
+        if grad is None:
+            return rows, None
+        wanted = reference.backward(grad, *case.arrays, **case.options)
+        upstream = self.array(grad, compute)
+        self.poison(inputs)
+        saved = (rows.teacher_lse, rows.student_lse, rows.kl)
+        grads = streamkl_cupy.attention_kl_backward(upstream, *inputs, *saved, wrt=wrt, **options)
+        assert [x is not None for x in grads] == [name in wrt for name in INPUT_NAMES]
+        for x, given in zip(grads, inputs, strict=True):
+            assert x is None or self.dtype(x) == self.dtype(given)
+        check_gradients(
+            tuple(None if x is None else self.numpy(x) for x in grads),
+            wanted,
+            case.dtypes,
+            plain=calibration[1],
+            hard=case.hard_gradients,
+            nan_may_spread=nan_may_spread,
+            unit=unit,
+        )
+        return rows, grads
 
 
 def bfloat16_bits(x: Any) -> Array:
@@ -243,3 +304,13 @@ def core(request: pytest.FixtureRequest) -> Backend:
     """One framework per device, where the device's arithmetic is judged and not the framework: numpy and cupy."""
     found: Backend = request.param()
     return found
+
+
+@pytest.fixture
+def numpy_only() -> Backend:
+    return NumPy()
+
+
+@pytest.fixture
+def cupy_only() -> Backend:
+    return CuPy()

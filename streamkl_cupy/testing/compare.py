@@ -38,11 +38,12 @@ def check_rows(
     hard: bool = False,
     dtype: str = "float32",
     plain: ArrayLike | None = None,
+    unit: float | None = None,
 ) -> float:
     """Compare KL rows with the reference; AssertionError naming the worst row. Returns the share of the bound used.
 
     `hard` allows for what the rounding of large logits alone does. `dtype` is the type the forward computes in. `plain`
-    adds the calibrated check.
+    adds the calibrated check. `unit` is the relative error of a product, where that is worse than `dtype`'s.
     """
     a, e = exact(actual), expected.kl
     _same_shape(name, a, e)
@@ -50,6 +51,8 @@ def check_rows(
     relative = DOUBLE_ROW_BOUND if dtype == "float64" else HARD_BOUND if hard else ROW_BOUND
     # The float64 reference is as wrong as a float64 result.
     rounding = 16 * _EPSILON[dtype] if dtype == "float64" else 4 * _EPSILON[dtype] if hard else 0
+    if unit is not None:
+        rounding = 4 * unit
     bound = relative * (1 + np.abs(e)) + rounding * expected.condition
     error = _error(a, e)
     share = _within(name, error, bound, a, e)
@@ -58,13 +61,23 @@ def check_rows(
     return share
 
 
-def check_lse(name: str, actual: ArrayLike, expected: ArrayLike, largest: ArrayLike, dtype: str = "float32") -> float:
-    """Compare log-sum-exps with the reference, -inf where it is -inf. Returns the share of the bound used."""
+def check_lse(
+    name: str,
+    actual: ArrayLike,
+    expected: ArrayLike,
+    largest: ArrayLike,
+    dtype: str = "float32",
+    unit: float | None = None,
+) -> float:
+    """Compare log-sum-exps with the reference, -inf where it is -inf; `largest` is that of `reference.Rows`.
+
+    `unit` is as in `check_rows`. Returns the share of the bound used.
+    """
     a, e = exact(actual), exact(expected)
     _same_shape(name, a, e)
     _same_places(name, a, e)
-    unit = DOUBLE_ROW_BOUND if dtype == "float64" else ROW_BOUND
-    return _within(name, _error(a, e), unit * (1 + exact(largest)), a, e)
+    bound = DOUBLE_ROW_BOUND if dtype == "float64" else ROW_BOUND
+    return _within(name, _error(a, e), (bound + (unit or 0)) * (1 + exact(largest)), a, e)
 
 
 def check_calibrated(
@@ -102,13 +115,14 @@ def check_gradient(
     plain: ArrayLike | None = None,
     hard: bool = False,
     nan_may_spread: bool = False,
+    unit: float | None = None,
 ) -> float:
     """Compare one gradient with the reference; AssertionError saying which check failed and where it is worst.
 
     `magnitude`, `noise` and `sensitivity` are those of `reference.Gradients`: what an element's error is relative to
     where terms cancel, and where the gradient must be exactly 0. `hard` allows for what the rounding of large logits
     alone does. `plain` adds the calibrated check. `nan_may_spread` allows NaN where the reference has none, once it
-    has some. Returns the share of the L2 bound used.
+    has some. `unit` is as in `check_rows`. Returns the share of the L2 bound used.
     """
     a, e, size, noise, rough = (exact(x) for x in (actual, expected, magnitude, noise, sensitivity))
     _same_shape(name, a, e)
@@ -134,7 +148,8 @@ def check_gradient(
         raise AssertionError(f"{name}: {wrong.sum()} elements must be exactly 0; {_worst(np.abs(a) * wrong, a, e)}")
 
     # What float32 arithmetic alone may do, element by element.
-    blur = 5 * epsilon * size + (4 * epsilon * rough if hard else 0)
+    epsilon = max(epsilon, unit or 0)
+    blur = 5 * epsilon * size + (4 * epsilon * rough if hard or unit else 0)
     error, norm = _norm(a - e), _norm(e)
     allowed = bound * max(norm, _norm(noise)) + _norm(blur) + tiny * float(e.size) ** 0.5
     if error > allowed:
@@ -172,6 +187,7 @@ def check_gradients(
     plain: Grads | None = None,
     hard: bool = False,
     nan_may_spread: bool = False,
+    unit: float | None = None,
 ) -> float:
     """`check_gradient` for each of the four in `actual` that is not None. Returns the largest share."""
     shares = [0.0]
@@ -188,6 +204,7 @@ def check_gradients(
                 plain=None if plain is None else plain[i],
                 hard=hard,
                 nan_may_spread=nan_may_spread,
+                unit=unit,
             )
             shares.append(share)
     return max(shares)
