@@ -1,17 +1,18 @@
 """Running a Plan: kernels loaded once, arguments packed, launches put on the caller's stream.
 
 A kernel takes one struct by value. Strides, extents and scales of a Problem never change, so they are packed once into
-a template; a call copies it and fills in the pointers. That keeps the host cost of a launch near ten microseconds.
+a template; a call copies it and fills in the pointers. The copy goes to the driver's launch directly: converting
+arguments one by one, as CuPy's kernel objects must, costs the host more than the launch.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
+from collections.abc import Iterable
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from .arch import DeviceFacts
 from .compile import import_cupy, load
@@ -32,20 +33,11 @@ _TENSOR3 = struct.Struct("=Q3q")
 _EXTENTS = struct.Struct("=8i4q")
 _FORWARD_TAIL = struct.Struct("=2f")
 _GRADIENT_TAIL = struct.Struct("=3fi")
-_POINTER = struct.Struct("=Q")
 
-_OPERANDS = tuple(i * _TENSOR4.size for i in range(4))  # offsets of the four input pointers
-_ROWS = tuple(4 * _TENSOR4.size + i * _TENSOR3.size for i in range(4))  # offsets of the row vectors
-_OUT = 4 * _TENSOR4.size + 4 * _TENSOR3.size
-
-
-class _Stream:
-    """A foreign stream handle in the shape CuPy's launch reads; building a CuPy stream object would cost more."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+# Where pointers lie in the structs, counted in 8-byte words.
+_OPERANDS = tuple(i * _TENSOR4.size // 8 for i in range(4))
+_ROWS = tuple((4 * _TENSOR4.size + i * _TENSOR3.size) // 8 for i in range(4))
+_OUT = (4 * _TENSOR4.size + 4 * _TENSOR3.size) // 8
 
 
 @lru_cache(maxsize=64)
@@ -77,23 +69,25 @@ def device_facts(index: int) -> DeviceFacts:
 class _Kernel:
     """One loaded kernel with its launch shape and the constant part of its arguments."""
 
-    __slots__ = ("_block", "_dtype", "_function", "_grid", "_smem", "_template")
+    __slots__ = ("_handle", "_launch", "_shape", "_template", "_type")
 
     def __init__(self, plan: KernelPlan, template: bytes) -> None:
         text = flatten(plan.entry, dict(plan.constants), dict(plan.slots))
-        self._function = load(text, plan.symbol, plan.arch, smem_bytes=plan.smem_bytes).kernel
-        self._grid = (plan.blocks, 1, 1)
-        self._block = (plan.threads, 1, 1)
-        self._smem = plan.smem_bytes
+        self._handle = load(text, plan.symbol, plan.arch, smem_bytes=plan.smem_bytes).kernel.ptr
+        self._launch = import_cupy().cuda.driver.launchKernel
+        self._shape = (plan.blocks, 1, 1, plan.threads, 1, 1, plan.smem_bytes)
+        self._type = ctypes.c_uint64 * (len(template) // 8)
         self._template = template
-        self._dtype = np.dtype(f"V{len(template)}")
 
-    def __call__(self, pointers: list[tuple[int, int]], stream: int, rows: bytes = b"") -> None:
-        packed = bytearray(self._template)
-        packed[_ROWS[0] : _ROWS[0] + len(rows)] = rows
-        for offset, pointer in pointers:
-            _POINTER.pack_into(packed, offset, pointer)
-        self._function(self._grid, self._block, (np.frombuffer(packed, self._dtype),), self._smem, _Stream(stream))
+    def __call__(self, pointers: Iterable[tuple[int, int]], stream: int, rows: bytes = b"") -> None:
+        """Launch with `pointers` as (word, address) pairs, and `rows` in place of the row vectors."""
+        packed = self._type.from_buffer_copy(self._template)
+        if rows:
+            ctypes.memmove(ctypes.byref(packed, 8 * _ROWS[0]), rows, len(rows))
+        for word, pointer in pointers:
+            packed[word] = pointer
+        parameters = ctypes.c_void_p(ctypes.addressof(packed))
+        self._launch(self._handle, *self._shape, stream, ctypes.addressof(parameters), 0)
 
 
 class Runner:

@@ -57,7 +57,6 @@ class KernelPlan:
         return (
             f"{self.name}: {self.entry} for {self.arch}, {self.blocks} blocks x {t.threads} threads, "
             f"{t.rows} rows x {t.columns} columns, {t.stages} stages, {self.smem_bytes} B shared"
-            + (", stationary operand in registers" if t.resident else "")
         )
 
 
@@ -162,8 +161,8 @@ def _kernel(problem: Problem, facts: DeviceFacts, family: Family, kind: str, nam
     blocks = problem.batch * out_heads * tiles
     if blocks > MAX_GRID:
         raise NotImplementedError(
-            f"{name}: {blocks} blocks (batch {problem.batch} x heads {out_heads} x row tiles {tiles}) exceed the grid limit "
-            f"of {MAX_GRID}; split the batch over several calls"
+            f"{name}: {blocks} blocks (batch {problem.batch} x heads {out_heads} x row tiles {tiles}) exceed the grid "
+            f"limit of {MAX_GRID}; split the batch over several calls"
         )
     entry, symbol = family.entries[kind]
     smem_bytes = _smem_bytes(problem, tile, vectors)
@@ -182,7 +181,6 @@ def _kernel(problem: Problem, facts: DeviceFacts, family: Family, kind: str, nam
         "SKL_WARP_TILES": tile.warp_tiles,
         "SKL_STAGES": tile.stages,
         "SKL_MIN_BLOCKS": tile.min_blocks,
-        "SKL_RESIDENT": int(tile.resident),
         "SKL_UNROLL": tile.unroll,
         "SKL_SMEM_BYTES": smem_bytes,
         "SKL_ARGS_BYTES": FORWARD_ARGS_BYTES if kind == "forward" else GRADIENT_ARGS_BYTES,
@@ -238,12 +236,16 @@ def _tile(
     fitting = [
         row
         for row in table
-        if dim <= row.max_dim and out_dim <= row.max_out and _smem_bytes(problem, row, vectors) <= facts.smem_per_block
+        if dim <= row.max_dim
+        and out_dim <= row.max_out
+        and facts.compute_capability < row.before
+        and _smem_bytes(problem, row, vectors) <= facts.smem_per_block
     ]
     if not fitting:
         raise NotImplementedError(
-            f"head dims {problem.teacher.dim} and {problem.student.dim} ({problem.teacher.dtype}, {problem.student.dtype}) "
-            f"need more shared memory than the {facts.smem_per_block} B of {facts.name or 'this GPU'}"
+            f"head dims {problem.teacher.dim} ({problem.teacher.dtype}) and {problem.student.dim} "
+            f"({problem.student.dtype}) need more shared memory than the {facts.smem_per_block} B of "
+            f"{facts.name or 'this GPU'}"
         )
     pairs = problem.batch * heads
     for row in fitting:

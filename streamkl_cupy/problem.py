@@ -7,6 +7,7 @@ number of axes, everything here is in the canonical order (batch, head, row, col
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 INPUT_NAMES = ("teacher_q", "teacher_k", "student_q", "student_k")
@@ -25,12 +26,11 @@ class Options(NamedTuple):
     deterministic: bool | None = None
 
 
-@dataclass(frozen=True)
-class Device:
-    """Where the arrays live: kind "cpu" or "cuda", and the ordinal of the GPU."""
+class Device(NamedTuple):
+    """Where the arrays live: kind "cpu" or "cuda", and the ordinal of the GPU. A tuple: every call hashes it."""
 
     kind: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # shadows a method of tuple that nobody wants here
 
     def __str__(self) -> str:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
@@ -142,8 +142,9 @@ def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+@lru_cache(maxsize=4096)
 def canonical_strides(strides: tuple[int, ...], rank: int, layout: str, trailing: int) -> tuple[int, ...]:
-    """Reorder a caller's strides (or shape) to (batch, head, row[, column]); absent axes get 0 (pass shapes with `or 1`)."""
+    """A caller's strides in the order (batch, head, row[, column]); absent axes get 0."""
     lead = rank - trailing
     b = strides[0] if lead == 3 else 0
     if lead == 1:

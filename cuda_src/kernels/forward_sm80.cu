@@ -94,13 +94,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) state[i].start();
 
-    Stationary<TeacherTile, SKL_RESIDENT> q_t;
-    Stationary<StudentTile, SKL_RESIDENT> q_s;
-    cp_async_wait<kStages - 1>();
-    __syncthreads();
-    q_t.fill(tq, warp_row);
-    q_s.fill(sq, warp_row);
-
     for (int i = 0; i < tiles; ++i) {
         if constexpr (kStages == 1) {
             __syncthreads();
@@ -116,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         }
         const int key = (first_tile + i) * kColumns, stage = i % kStages;
         Strip<kTiles> t, s;
-        scores<kTiles>(t, q_t, teacher_keys(stage));
-        scores<kTiles>(s, q_s, student_keys(stage));
+        scores<kTiles>(t, tq, warp_row, teacher_keys(stage));
+        scores<kTiles>(s, sq, warp_row, student_keys(stage));
         if (mask.full(first_row, end_row, key, key + kColumns))
             absorb<false>(state, t, s, mask, row, key + 2 * (lane & 3), args.teacher_scale, args.student_scale);
         else

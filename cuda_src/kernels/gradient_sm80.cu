@@ -174,13 +174,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
                     terms[m][half] = read_terms(args, mask, block.batch, head, row + 16 * m + 8 * half);
                 }
         }
-        cp_async_wait<kStages - 1>();
-        __syncthreads();
-        Stationary<TeacherTile, SKL_RESIDENT> a_t;
-        Stationary<StudentTile, SKL_RESIDENT> a_s;
-        a_t.fill(rows_t, warp_row);
-        a_s.fill(rows_s, warp_row);
-
         for (int i = 0; i < tiles; ++i) {
             if constexpr (kStages == 1) {
                 __syncthreads();
@@ -223,8 +216,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             }
 
             Strip<kTiles> t, s;
-            scores<kTiles>(t, a_t, columns_t(i));
-            scores<kTiles>(s, a_s, columns_s(i));
+            scores<kTiles>(t, rows_t, warp_row, columns_t(i));
+            scores<kTiles>(s, rows_s, warp_row, columns_s(i));
 
             if (full)
                 logit_gradients<false>(t, s, terms, vectors, lift, mask, row, first_column, ct, cs);

@@ -4,11 +4,10 @@
 
 struct Mask {
     int queries, keys;
-    i64 offset;  // 64-bit: a caller's offset may lie anywhere, and i + offset must not wrap
-    __device__ explicit Mask(const Extents& n) : queries(n.queries), keys(n.keys), offset(n.mask[0]) {}
-    __device__ int clamp(i64 i, int limit) const { return i < 0 ? 0 : i > limit ? limit : static_cast<int>(i); }
-    __device__ Range keys_of(int, int q1) const { return {0, clamp(q1 + offset, keys)}; }
-    __device__ Range queries_of(int k0, int) const { return {clamp(k0 - offset, queries), queries}; }
+    int offset;  // the host keeps it within [-M, N], which changes no result
+    __device__ explicit Mask(const Extents& n) : queries(n.queries), keys(n.keys), offset(static_cast<int>(n.mask[0])) {}
+    __device__ Range keys_of(int, int q1) const { return {0, max(0, min(q1 + offset, keys))}; }
+    __device__ Range queries_of(int k0, int) const { return {max(0, min(k0 - offset, queries)), queries}; }
     __device__ bool full(int q0, int q1, int, int k1) const { return q1 <= queries && k1 <= keys && k1 <= q0 + offset + 1; }
     __device__ bool visible(int q, int k) const { return q < queries && k < keys && k <= q + offset; }
 };

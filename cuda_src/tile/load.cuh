@@ -16,21 +16,24 @@ __device__ inline HeadView head_view(const Tensor4& x, int b, int h) {
     return {x.pointer + (b * x.batch + h * x.head) * bytes, x.row * bytes, x.column * bytes};
 }
 
-// One 16-byte chunk of `count` elements that lie `stride` bytes apart, the rest zero.
+// One 16-byte chunk of `count` elements that lie `stride` bytes apart, the rest zero. A word at a time: this is the path
+// of last resort, and in flight loads would cost the main loop its registers.
 template <class T>
 __device__ inline void gather_chunk(u32 shared, u64 source, i64 stride, int count) {
-    u32 words[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int e = 0; e < 16 / T::E::kBytes; ++e) {
-        if (e < count) {
-            const u64 address = source + e * stride;
-            if constexpr (T::E::kBytes == 2)
-                words[e / 2] |= u32(*reinterpret_cast<const u16*>(address)) << (16 * (e & 1));
-            else
-                words[e] = *reinterpret_cast<const u32*>(address);
+    u32* const words = reinterpret_cast<u32*>(__cvta_shared_to_generic(shared));
+#pragma unroll 1
+    for (int w = 0; w < 4; ++w) {
+        u32 word = 0;
+        if constexpr (T::E::kBytes == 2) {
+            if (2 * w < count) word = *reinterpret_cast<const u16*>(source);
+            if (2 * w + 1 < count) word |= static_cast<u32>(*reinterpret_cast<const u16*>(source + stride)) << 16;
+            source += 2 * stride;
+        } else {
+            if (w < count) word = *reinterpret_cast<const u32*>(source);
+            source += stride;
         }
+        words[w] = word;
     }
-    *reinterpret_cast<uint4*>(__cvta_shared_to_generic(shared)) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // ROWS rows from first on; rows outside `valid` become zeros and are not read. With VECTOR the input's columns are

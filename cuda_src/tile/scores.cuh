@@ -16,39 +16,11 @@ __device__ inline void clear(Strip<TILES>& x) {
             for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
 }
 
-// Where the stationary operand is read: from shared memory each time, or from registers filled once.
-template <class T, bool RESIDENT>
-struct Stationary;
-
-template <class T>
-struct Stationary<T, false> {
-    T tile;
-    int row;
-    __device__ void fill(T t, int r) { tile = t; row = r; }
-    __device__ FragmentA<T::kCode> operator()(int m, int k) const {
-        FragmentA<T::kCode> a;
-        load_a(a, tile, row + 16 * m, 16 * k);
-        return a;
-    }
-};
-
-template <class T>
-struct Stationary<T, true> {
-    FragmentA<T::kCode> a[kWarpTiles][T::kDepth / 16];
-    __device__ void fill(T tile, int row) {
-#pragma unroll
-        for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-            for (int k = 0; k < T::kDepth / 16; ++k) load_a(a[m][k], tile, row + 16 * m, 16 * k);
-    }
-    __device__ const FragmentA<T::kCode>& operator()(int m, int k) const { return a[m][k]; }
-};
-
-// out = stationary rows * streamed rows^T. Unrolling lets loads run ahead of products and costs registers and code: the
+// out = stationary rows from `row` on * streamed rows^T. Unrolling lets loads run ahead of products and costs registers and code: the
 // plan says how far. The matrix unit truncates when it adds, so the small products of planes are summed on their own:
 // each sum then sees one addition per step instead of one per plane pair.
-template <int TILES, class A, class T>
-__device__ inline void scores(Strip<TILES>& out, const A& stationary, T streamed) {
+template <int TILES, class T>
+__device__ inline void scores(Strip<TILES>& out, T stationary, int row, T streamed) {
     constexpr int depth = T::kDepth / 16;
     constexpr bool split = T::E::kPlanes > 1;
     Strip<split ? TILES : 1> small;
@@ -58,7 +30,7 @@ __device__ inline void scores(Strip<TILES>& out, const A& stationary, T streamed
     for (int k = 0; k < depth; ++k) {
         FragmentA<T::kCode> a[kWarpTiles];
 #pragma unroll
-        for (int m = 0; m < kWarpTiles; ++m) a[m] = stationary(m, k);
+        for (int m = 0; m < kWarpTiles; ++m) load_a(a[m], stationary, row + 16 * m, 16 * k);
 #pragma unroll
         for (int n = 0; n < TILES; n += 2) {
             FragmentB2<T::kCode> b;

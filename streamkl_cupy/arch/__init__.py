@@ -22,8 +22,9 @@ class TileRow:
     """One way to cut a kernel's work: a row of a family's table, with the reason it is there.
 
     `rows` of the stationary operand belong to a block of `warps` warps, each with `warp_tiles` strips of 16; `columns`
-    rows of the other operand are streamed at a time, `stages` tiles in flight. `resident` keeps the stationary operand
-    in registers; `unroll` steps of 16 along the head dim are unrolled. The row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one.
+    rows of the other operand are streamed at a time, `stages` tiles in flight, and the kernel is compiled to leave room
+    for `min_blocks` blocks per multiprocessor. `unroll` steps of 16 along the head dim are unrolled. The row applies to
+    head dims up to `max_dim` on both sides and `max_out` on the differentiated one, on GPUs older than `before`.
     """
 
     warps: int
@@ -31,11 +32,11 @@ class TileRow:
     columns: int
     stages: int
     min_blocks: int
-    resident: bool
     max_dim: int
     reason: str
     unroll: int = 4
     max_out: int = 256
+    before: tuple[int, int] = (99, 0)
 
     @property
     def rows(self) -> int:
