@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from . import __version__
 from .errors import StreamKLError
 
-COMMANDS = ("compile",)
+COMMANDS = ("doctor", "bench", "compile")
 EPILOG = """\
 examples:
   python -m streamkl_cupy doctor             does it work here, and if not, what fixes it

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from . import compile as compiler
 from . import settings
 from .errors import CompilerError
-from .planning import KernelPlan, facts_for_arch, make_plan
+from .planning import PLANES, KernelPlan, facts_for_arch, make_plan
 from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from .source import flatten
 
@@ -146,17 +146,19 @@ def entries(
 def hardest(listed: Sequence[Entry]) -> list[Entry]:
     """Of all entries that share a tile, a role and element types, the one with the largest head dims.
 
-    Registers grow with the head dim, so a tile that holds its largest one without a spill mostly holds the others.
+    Registers grow with the head dim, so a tile that holds its largest one without a spill mostly holds the others. The
+    faster float32 mode is left out: it is the precise one with less in it.
     """
     groups: dict[object, Entry] = {}
     for entry in listed:
         constants = dict(entry.kernel.constants)
+        if constants["SKL_PLANES"] == PLANES["high"]:
+            continue
         group = (
             entry.kernel.name,
             entry.kernel.tile,
             constants["SKL_T_ELEMENT"],
             constants["SKL_S_ELEMENT"],
-            constants["SKL_PLANES"],
         )
         if group not in groups or _weight(entry) >= _weight(groups[group]):
             groups[group] = entry

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from .. import arrays, catalogue, settings
-from ..catalogue import ARCHS, DIMS, ELEMENT_TYPES, Built
+from ..catalogue import DIMS, ELEMENT_TYPES, Built
 from ..compile import supported_archs
 from ..errors import CompilerError
 from . import report
@@ -160,6 +160,3 @@ def writable(folder: Path) -> bool:
             return os.access(folder, os.R_OK)
     except OSError:
         return False
-
-
-__all__ = ["ARCHS", "add_arguments", "run", "summary", "writable"]

@@ -140,6 +140,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], subtitle: str) -> None:
                     axis.plot(x, y, color=colour, marker="o", markersize=3.5, linewidth=1.4, label=titles[0])
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
+            axis.yaxis.set_minor_formatter("")
             axis.grid(color="0.9")
             axis.spines[["top", "right"]].set_visible(False)
         axes[0][column].set_title(name.replace("_", " "))

@@ -16,7 +16,7 @@ def dims(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no head dim; write 128, or teacher/student as 192/128") from None
     if not (1 <= teacher <= MAX_TEACHER_DIM and 1 <= student <= MAX_DIM):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is out of range; built are 1 to {MAX_TEACHER_DIM} for the teacher, 1 to {MAX_DIM} for the student"
+            f"{text!r} is out of range; the teacher's may be 1 to {MAX_TEACHER_DIM}, the student's 1 to {MAX_DIM}"
         )
     return teacher, student
 

@@ -1,0 +1,616 @@
+"""The command line without a GPU: options, rows, files, tables, errors, exit codes; the peers against the package."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamkl_cupy
+from streamkl_cupy import arrays, catalogue, settings
+from streamkl_cupy import compile as compiler
+from streamkl_cupy.__main__ import COMMANDS, main
+from streamkl_cupy.cli import bench, cases, doctor, environment, peers, report
+from streamkl_cupy.cli import compile as compile_command
+from streamkl_cupy.cli.cases import PASSES, Case, attention_flops, kl_flops
+from streamkl_cupy.errors import CompilerError
+from streamkl_cupy.testing import timing
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = Case("cpu", 1, 2, 40, 56, 32, 16, "float32", False)
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(settings.CACHE_DIR, str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+# --- the command line itself ---
+
+
+def test_runs_as_a_module(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "streamkl_cupy", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, streamkl_cupy.__version__)
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_help_has_examples_and_exit_codes(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert f"python -m streamkl_cupy {command[0] if command else 'doctor'}" in text.partition("examples:")[2]
+    assert not command or "Exit code: 0" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("bench", "--sizes", "many"), "'many' is no whole number from 1; write 4096 or 4k"),
+        (("bench", "--sizes", "0"), "'0' is no whole number"),
+        (("bench", "--dims", "64/x"), "'64/x' is no head dim; write 128, or teacher/student as 192/128"),
+        (("bench", "--dims", "64/512"), "the teacher's may be 1 to 576, the student's 1 to 256"),
+        (("bench", "--seconds", "-1"), "'-1' is no time in seconds"),
+        (("bench", "--device", "tpu"), "invalid choice: 'tpu'"),
+        (("compile", "--dtype", "int8"), "invalid choice: 'int8'"),
+        ((), "required: COMMAND"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ("bench", "--device", "cpu", "--published", "--sizes", "64"),
+            "--published has its own cases; leave out --sizes",
+        ),
+        (
+            ("bench", "--device", "cpu", "--causal", "--queries", "65", "--sizes", "64"),
+            "the first rows would see no key",
+        ),
+        (("compile", "--jobs", "0"), "--jobs 0: give at least 1"),
+        (("compile", "--arch", "sm_75"), "arch: 'sm_75' is not known"),
+    ],
+)
+def test_bad_combinations(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_have_units() -> None:
+    assert parsed("--sizes", "512", "4k", "1M").sizes == [512, 4096, 1 << 20]
+
+
+# --- bench ---
+
+
+def test_cases() -> None:
+    found = bench.cases_of(parsed("--sizes", "64", "128", "--dims", "32", "64/16", "--heads", "3", "--causal"), "cuda")
+    assert [(c.keys, c.teacher_dim, c.student_dim) for c in found] == [
+        (64, 32, 32),
+        (128, 32, 32),
+        (64, 64, 16),
+        (128, 64, 16),
+    ]
+    assert all(c.causal and c.heads == 3 and c.dtype == "bfloat16" and c.passes == PASSES for c in found)
+    assert len(bench.cases_of(parsed("--published"), "cuda")) == len(bench.PUBLISHED)
+    # The large ones on the CPU are there for the memory.
+    assert [c.passes for c in bench.cases_of(parsed(), "cpu")][-1] == ("forward",)
+    assert bench.cases_of(parsed("--passes", "backward"), "cpu")[-1].passes == ("backward",)
+
+
+def test_counted_work() -> None:
+    case = Case("cuda", 2, 3, 100, 200, 64, 32, "bfloat16", False)
+    unit = 2.0 * 2 * 3 * 100 * 200
+    assert kl_flops(case, "forward") == unit * (64 + 32)
+    assert kl_flops(case, "backward") == unit * (64 + 3 * 32)
+    assert kl_flops(case, "value_and_grad") == kl_flops(case, "forward") + kl_flops(case, "backward")
+    # Both logits, and two products for each side.
+    assert kl_flops(case, "all_gradients") == unit * 3 * (64 + 32)
+    assert attention_flops(case, "backward") == 2.5 * attention_flops(case, "forward") == 2.5 * 2 * unit * 32
+    assert kl_flops(case._replace(causal=True), "forward") == kl_flops(case, "forward") / 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("peer", ["numpy", "eager", "yardstick"])
+def test_peers_compute_the_same(peer: str, causal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared is worth nothing if it is another number."""
+    case = SMALL._replace(causal=causal)
+    given: Any = cases.inputs(case, "numpy")
+    monkeypatch.setattr(peers, "torch_missing", lambda: "")
+    contestant: Any = peers.Materialising("numpy")
+    if peer != "numpy":
+        torch = pytest.importorskip("torch")
+        given = [torch.from_numpy(x) for x in given]
+        contestant = peers.TorchEager()
+    if peer == "yardstick":
+        contestant = peers.Yardstick(yardstick(tmp_path))
+    ours = peers.Ours()
+    for name in contestant.passes:
+        got, want = (flat(p.prepare(case, name, given)()) for p in (contestant, ours))
+        # The package's forward also gives log-sum-exps; the torch peers give gradients without the loss.
+        want = want[:1] if name == "forward" else want[-len(got) :]
+        got = got[: len(want)]
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a.reshape(b.shape), b, rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_torch_peer_is_one_graph(causal: bool) -> None:
+    torch = pytest.importorskip("torch")
+    case = SMALL._replace(causal=causal)
+    given = [torch.from_numpy(x) for x in cases.inputs(case, "numpy")]
+    future = torch.ones(case.queries, case.keys, dtype=torch.bool).triu(17) if causal else None
+    whole = torch.compile(peers.torch_divergence(), backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(whole(*given, future), peers.torch_divergence()(*given, future))
+
+
+def flat(result: Any) -> list[np.ndarray]:
+    if isinstance(result, tuple):
+        return [array for part in result if part is not None for array in flat(part)]
+    return [np.asarray(result.detach() if hasattr(result, "detach") else result)]
+
+
+def yardstick(folder: Path) -> Path:
+    """A module as `--yardstick` takes it, over the package itself."""
+    path = folder / "other_kernels.py"
+    path.write_text(
+        "import streamkl_cupy as s\n"
+        "def forward(a, b, c, d, st, ss, causal):\n"
+        "    return tuple(s.attention_kl_forward(a, b, c, d, teacher_scale=st, student_scale=ss, causal=causal))\n"
+        "def backward(a, b, c, d, g, lt, ls, st, ss, causal):\n"
+        "    options = dict(teacher_scale=st, student_scale=ss, causal=causal)\n"
+        "    grads = s.attention_kl_backward(g, a, b, c, d, lt, ls, **options)\n"
+        "    return grads.student_q, grads.student_k\n"
+    )
+    return path
+
+
+def test_attention_peer_runs_under_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(peers, "torch_missing", lambda: "")
+    case = Case("cuda", 1, 2, 32, 32, 16, 16, "bfloat16", True)
+    peer = peers.TorchAttention("math", "attention", "MATH")
+    given = [torch.randn(shape).bfloat16() for shape in case.shapes]
+    assert peer.missing(case) == ""
+    assert peer.prepare(case, "forward", given)().shape == given[0].shape
+    for name in ("backward", "value_and_grad"):
+        assert [x.shape for x in peer.prepare(case, name, given)()] == [given[i].shape for i in (2, 3, 1)]
+    assert peer.missing(case._replace(teacher_dim=32)) == "attention has one head dim"
+    assert "16-bit" in peer.missing(case._replace(dtype="float32"))
+    assert "causal" in peer.missing(case._replace(keys=64))
+
+
+@pytest.mark.parametrize(
+    "text, message", [(None, "give a Python file"), ("x = 1", "has no functions forward and backward")]
+)
+def test_a_yardstick_that_is_none(
+    text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "torch_missing", lambda: "")
+    path = tmp_path / "none_such.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        peers.Yardstick(path)
+
+
+def test_bench_on_the_cpu_writes_csv_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["bench", "--device", "cpu", "--sizes", "64", "128", "--seconds", "0.01", "--rounds", "2", "--plot"]
+    assert main([*arguments, "--out", str(tmp_path / "new"), "--name", "here"]) == 0
+    text = capsys.readouterr().out
+    assert "NumPy materialising" in text
+    assert "N=128" in text
+    with (tmp_path / "new" / "here.csv").open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    assert tuple(reader.fieldnames or ()) == bench.FIELDS
+    assert len(rows) == 2 * len(PASSES) * 2
+    for row in rows:
+        assert row["status"] == "ok"
+        assert float(row["ms_p20"]) <= float(row["ms_median"]) <= float(row["ms_p80"])
+        assert int(row["samples"]) >= 1
+        assert int(row["peak_bytes"]) > 0
+        assert row["card"]
+        assert row["package"] == streamkl_cupy.__version__
+        assert row["date"].startswith("20")
+        n = int(row["keys"])
+        work = kl_flops(Case("cpu", 1, 1, n, n, 64, 64, "float32", False), row["pass"])
+        assert float(row["tflops"]) == pytest.approx(work / float(row["ms_median"]) / 1e9, rel=1e-3)
+    found = json.loads((tmp_path / "new" / "here.json").read_text())
+    assert found["environment"]["numpy"] == np.__version__
+    assert len(found["rows"]) == len(rows)
+    assert all(len(x) >= 1 for x in found["samples_ms"].values())
+    assert (tmp_path / "new" / "here.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def run_with(contestants: list[peers.Peer], case: Case = SMALL) -> list[bench.Row]:
+    options = parsed("--seconds", "0.01", "--rounds", "1")
+    return bench.run_case(case._replace(passes=("forward",)), "numpy", contestants, timing.HostTimer(), options, {})
+
+
+class Broken(peers.Peer):
+    key, title = "cupy", "broken"
+
+    def __init__(self, error: Exception | None = None, missing: str = "", needs: int = 0) -> None:
+        self.error, self.reason, self.needs = error, missing, needs
+
+    def missing(self, case: Case) -> str:
+        return self.reason
+
+    def needs_bytes(self, case: Case, name: str) -> int:
+        return self.needs
+
+    def prepare(self, case: Case, name: str, arrays: Any) -> Any:
+        def call() -> None:
+            if self.error:
+                raise self.error
+
+        return call
+
+
+def test_what_does_not_run_is_a_row_that_says_so() -> None:
+    rows = run_with(
+        [
+            peers.Ours(),
+            Broken(MemoryError("no room")),
+            Broken(RuntimeError("CUDA error: out of memory\nmore words")),
+            Broken(KeyError("nonsense")),
+            Broken(missing="not here"),
+            Broken(needs=1 << 60),
+        ]
+    )
+    assert [row.status for row in rows] == [
+        "ok",
+        "out of memory",
+        "out of memory",
+        "failed",
+        "missing",
+        "out of memory",
+    ]
+    assert rows[2].note == "RuntimeError: CUDA error: out of memory"
+    assert rows[4].note == "not here"
+    if environment.available_bytes() is not None:
+        assert rows[5].note.startswith("not run: it needs about 1073741824.0 GiB")
+    assert all(row.ms_median is None for row in rows[1:])
+    cells = bench.table_rows(rows)
+    assert cells[1][-1] == "out of memory: MemoryError: no room"
+    assert cells[4][-1] == "not here"
+
+
+def test_a_wrong_result_is_not_timed_as_a_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench.attention_kl_forward
+    assert run_with([peers.Ours()])[0].status == "ok"
+    monkeypatch.setattr(
+        bench, "attention_kl_forward", lambda *a, **o: right(*a, **o)._replace(kl=right(*a, **o).kl * 1.1)
+    )
+    row = run_with([peers.Ours()])[0]
+    assert row.status == "wrong"
+    assert "against float64" in row.note
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_verification_is_right_about_right_results(causal: bool) -> None:
+    case = SMALL._replace(causal=causal)
+    for _ in range(5):
+        assert bench.verify(case, cases.inputs(case, "numpy")) == ""
+
+
+def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "--device", "cpu", "--plot"]) == 2
+    assert 'pip install "streamkl-cupy[bench]"' in capsys.readouterr().err
+
+
+def test_bench_on_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    if arrays.current_gpu() is not None:
+        pytest.skip("there is one")
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+# --- reporting ---
+
+BODY = [("first", "1.0", "a [bold] note"), ("second, longer", "22.5", "")]
+
+
+def test_table_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    out = io.StringIO()
+    report.table("Title", ("<name", "ms", "<note"), BODY, out)
+    assert out.getvalue().splitlines() == [
+        "Title",
+        "name              ms  note",
+        "--------------  ----  -------------",
+        "first            1.0  a [bold] note",
+        "second, longer  22.5",
+        "",
+    ]
+
+
+def test_table_rich() -> None:
+    pytest.importorskip("rich")
+    out = io.StringIO()
+    report.table("Title", ("<name", "ms", "<note"), BODY, out)
+    lines = out.getvalue().splitlines()
+    assert lines[0].strip() == "Title"
+    assert "│ second, longer │ 22.5 │" in out.getvalue()
+    assert "a [bold] note" in out.getvalue()
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_progress_is_silent_off_a_terminal(
+    missing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if missing:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    with report.Progress(2, "step") as bar:
+        bar.step("one")
+        bar.step()
+    assert capsys.readouterr() == ("", "")
+
+
+# --- timing ---
+
+
+def test_timing_is_of_the_middle() -> None:
+    assert timing.Timing.of([5.0, 1.0, 3.0, 2.0, 4.0]) == pytest.approx((1.8, 3.0, 4.2, 5))
+
+
+def test_variants_take_turns_and_sets_rotate() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def variant(name: str) -> timing.Variant:
+        return timing.Variant(name, lambda index: lambda: seen.append((name, index)))
+
+    outcomes = timing.measure([variant("a"), variant("b")], timing.HostTimer(), sets=3, rounds=4, seconds=0.5, warmup=0)
+    assert all(o.timing is not None and o.timing.samples >= 4 for o in outcomes)
+    turns = [name for i, (name, _) in enumerate(seen) if i == 0 or seen[i - 1][0] != name]
+    # Memory and warm-up of each, then turns in alternating order, where neighbours merge: a b, a b, b a, a b, b a.
+    assert "".join(turns) == "abababa"
+    assert {index for _, index in seen} == {0, 1, 2}
+
+
+def test_an_error_keeps_no_array_alive() -> None:
+    import weakref
+
+    class Array:
+        pass
+
+    alive: list[weakref.ref[Array]] = []
+
+    def prepare(index: int) -> timing.Call:
+        held = Array()
+        alive.append(weakref.ref(held))
+
+        def call() -> None:
+            raise MemoryError(f"{held} is too much")
+
+        return call
+
+    (outcome,) = timing.measure([timing.Variant("x", prepare)], timing.HostTimer(), warmup=0)
+    assert outcome.status == "out of memory"
+    assert [ref() for ref in alive] == [None]
+
+
+def test_memory_counts_the_peak() -> None:
+    def call() -> Any:
+        large = np.ones(1 << 20)
+        return large[:10].copy()
+
+    found = timing.HostTimer().memory(call)
+    assert 8 << 20 <= found.allocated < 9 << 20
+
+
+def test_host_cost() -> None:
+    found = timing.host_cost(lambda: None, timing.HostTimer(), batch=10, batches=3)
+    assert found.samples == 3
+    assert 0 <= found.median < 1
+
+
+# --- doctor ---
+
+
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "devices", lambda checks: [])
+
+
+def test_doctor_without_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    no_gpu(monkeypatch)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "numpy on cpu" in text
+    assert "Not ready: no GPU" in text
+    assert main(["doctor", "--cpu"]) == 0
+    assert "Ready, on the CPU." in capsys.readouterr().out
+
+
+def test_doctor_with_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    device = {"index": 0, "name": "a GPU", "capability": "9.0", "family": "some"}
+    monkeypatch.setattr(doctor, "devices", lambda checks: [device])
+    answers = [doctor.Check("numpy on cpu", "ok", ""), doctor.Check("cupy on cuda", "ok", "right")]
+    monkeypatch.setattr(doctor, "computations", lambda gpu, versions: answers)
+    assert main(["doctor"]) == 0
+    assert "a GPU" in (text := capsys.readouterr().out)
+    assert "Ready." in text
+    answers[1] = doctor.Check("cupy on cuda", "broken", "ArithmeticError: off by 1", "do this")
+    assert main(["doctor"]) == 1
+    assert "cupy on cuda: do this" in capsys.readouterr().out
+
+
+def test_doctor_json(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    no_gpu(monkeypatch)
+    assert main(["doctor", "--cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert found["versions"]["numpy"] == np.__version__
+    assert found["cache"] == {"folder": str(cache), "writable": True, "kernels": 0, "mib": 0.0}
+    assert {"name", "status", "detail", "fix"} == set(found["checks"][0])
+    assert all(check["fix"] for check in found["checks"] if check["status"] != "ok")
+
+
+def test_doctor_finds_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = doctor.attention_kl_value_and_grad
+
+    def wrong(*given: Any, **options: Any) -> Any:
+        value, grads = right(*given, **options)
+        return value, grads._replace(student_k=grads.student_k * np.float16(1.01))
+
+    monkeypatch.setattr(doctor, "attention_kl_value_and_grad", wrong)
+    (check, *_) = doctor.computations(False, {})
+    assert check.status == "broken"
+    assert check.detail.startswith("ArithmeticError: student_k is off by")
+
+
+def test_doctor_finds_two_cupys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "cupy_wheels", lambda: ["cupy-cuda12x 14.0", "cupy-cuda13x 14.0"])
+    check = doctor.wheels_and_driver({"driver": "580", "driver_cuda": "12.8"})[0]
+    assert check.status == "broken"
+    assert check.fix == 'pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install "streamkl-cupy[cuda12]"'
+
+
+def test_doctor_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "cupy_wheels", list)
+    check = doctor.wheels_and_driver({"driver": "580", "driver_cuda": "13.0"})[0]
+    assert (check.status, check.fix) == ("missing", 'pip install "streamkl-cupy[cuda13]"')
+
+
+def test_doctor_and_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(settings.CACHE_DIR, str(tmp_path / "file"))
+    (check,) = doctor.cache_checks(doctor.cache())
+    assert check.status == "broken"
+    assert settings.CACHE_DIR in check.fix
+
+
+@pytest.mark.gpu
+def test_doctor_on_a_gpu(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"][0]["family"]
+    assert [check for check in found["checks"] if check["status"] == "broken"] == []
+
+
+@pytest.mark.gpu
+def test_bench_on_a_gpu(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--sizes", "512", "--heads", "2", "--dtype", "float16", "--rounds", "3", "--seconds", "0.02"]
+    assert main(["bench", "--device", "cuda", *arguments, "--out", str(tmp_path)]) == 0
+    with (tmp_path / "bench.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    ours = [row for row in rows if row["peer"] == "streamkl"]
+    assert [row["status"] for row in ours] == ["ok"] * len(PASSES)
+    assert any(row["peer"] == "matmul" and float(row["tflops"]) > 1 for row in rows)
+    assert any(row["pass"] == "host" for row in rows)
+
+
+# --- compile ---
+
+
+def test_compile_fills_the_cache_and_reports(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cupy")
+    arguments = ["compile", "--arch", "sm_80", "--dims", "32", "--dtype", "float16", "--jobs", "1"]
+    code = main(arguments)
+    text = capsys.readouterr().out
+    listed, _ = catalogue.entries("sm_80", [(32, 32)], [catalogue.ElementTypes("float16", "float16")])
+    assert len(list(cache.glob("*.cubin"))) == len(listed)
+    assert f"{len(listed)} kernels in" in text
+    assert "teacher_k" in text
+    assert code == (1 if "spills" in text or "remark of" in text else 0)
+
+
+def test_compiled_kernels_are_those_a_call_looks_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+    from streamkl_cupy.source import flatten
+
+    entry = catalogue.entries("sm_80", [(64, 64)], [catalogue.ELEMENT_TYPES[0]])[0][0]
+    (built,) = catalogue.build([entry], jobs=1, store=True)
+    assert built.stored
+    monkeypatch.setattr(compiler, "build", lambda *a, **o: pytest.fail("it was compiled again"))
+    kernel = entry.kernel
+    compiler.cached_image(flatten(kernel.entry, dict(kernel.constants), dict(kernel.slots)), kernel.arch)
+
+
+def test_compile_lists_without_compiling(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "--arch", "sm_90", "sm_120", "--dims", "64", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0][:5] for line in lines} == {"sm_90", "sm_12"}
+    assert not cache.exists()
+
+
+def test_compile_says_what_is_wrong_with_a_kernel() -> None:
+    entry = catalogue.entries("sm_90", [(64, 64)], [catalogue.ELEMENT_TYPES[0]])[0][0]
+    built = [catalogue.Built(entry, 255, 8, ("a note",), 2048, True), catalogue.Built(entry, error="no")]
+    (row,) = compile_command.summary(built)
+    assert row[:3] == (entry.kernel.arch, "forward", "bfloat16")
+    assert row[3:5] == ("2", "255")
+    assert row[6:] == ("8", "1", "1", "2")
+
+
+def test_compile_into_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(settings.CACHE_DIR, str(tmp_path / "file" / "kernels"))
+    assert main(["compile", "--arch", "sm_90"]) == 2
+    assert f"set {settings.CACHE_DIR}" in capsys.readouterr().err
+
+
+def test_compile_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def missing() -> Any:
+        raise CompilerError("NVRTC is missing")
+
+    monkeypatch.setattr(compile_command, "supported_archs", missing)
+    assert main(["compile", "--arch", "sm_90"]) == 2
+    assert "NVRTC is missing" in capsys.readouterr().err
+
+
+def test_compile_for_an_architecture_that_nvrtc_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compile_command, "supported_archs", lambda: (80, 90))
+    assert main(["compile", "--arch", "sm_120"]) == 2
+    assert "compiles for sm_80, sm_90" in capsys.readouterr().err
+
+
+# --- the example of long contexts ---
+
+
+def test_long_context_on_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")
+    script = ROOT / "examples" / "long_context.py"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    arguments = ["--cpu", "--forward", "1100", "--backward", "600", "--chunk", "500"]
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], cwd=tmp_path, env=env, capture_output=True, encoding="utf-8"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "forward, N = 1,100" in done.stdout
+    assert "forward and backward, N = 600" in done.stdout
+    assert done.stdout.rstrip().endswith("Exact, and without a matrix.")
