@@ -117,6 +117,26 @@ def attention_kl(
         >>> round(float(streamkl_cupy.attention_kl(q, k_t, q, k_s)[0]), 4)  # KL((1/4, 3/4) || (1/2, 1/2))
         0.1308
     """
+    if type(student_q).__module__.partition(".")[0] == "torch":
+        # A plain import and a plain call, before anything else: torch.compile can trace these.
+        from .torch import attention_kl as differentiable
+
+        return differentiable(
+            teacher_q,
+            teacher_k,
+            student_q,
+            student_k,
+            teacher_scale=teacher_scale,
+            student_scale=student_scale,
+            causal=causal,
+            q_offset=q_offset,
+            row_weight=row_weight,
+            reduction=reduction,
+            layout=layout,
+            precision=precision,
+            return_lse=return_lse,
+            deterministic=deterministic,
+        )
     chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
     if reduction != "none":
         validate.choice("reduction", reduction, validate.REDUCTIONS)
@@ -124,9 +144,8 @@ def attention_kl(
     found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, given, strict=True)}
     if row_weight is not None:
         found["row_weight"] = validate.weight_framework(row_weight)
-    if found["student_q"] in ("torch", "jax"):
-        framework = importlib.import_module(f".{validate.one_framework(found)}", __package__)
-        return framework.attention_kl(
+    if validate.one_framework(found) == "jax":
+        return _jax().attention_kl(
             *given, **chosen._asdict(), row_weight=row_weight, reduction=reduction, return_lse=return_lse
         )
     inputs = calls.view_inputs(*given)

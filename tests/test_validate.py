@@ -144,7 +144,7 @@ def test_devices_and_frameworks() -> None:
         streamkl_cupy.attention_kl(*mixed)
     with pytest.raises(TypeError, match="teacher_q is a numpy array, but student_k is a torch array"):
         streamkl_cupy.attention_kl_forward(*mixed)
-    with pytest.raises(TypeError, match=r"is a torch array, but student_k is a list|student_k is a list, not an array"):
+    with pytest.raises(TypeError, match=r"student_k is a list; allowed"):
         streamkl_cupy.attention_kl(*(torch.zeros(S[n]) for n in INPUT_NAMES[:3]), [[0.0]])
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match="teacher_q is a jax array, but teacher_k is a numpy array"):
