@@ -299,8 +299,9 @@ def test_what_does_not_run_is_a_row_that_says_so() -> None:
         assert rows[5].note.startswith("not run: it needs about 1073741824.0 GiB")
     assert all(row.ms_median is None for row in rows[1:])
     cells = bench.table_rows(rows)
-    assert cells[1][-1] == "out of memory: MemoryError: no room"
-    assert cells[4][-1] == "not here"
+    assert [row[-1] for row in cells] == ["", full, full, "failed", "missing", full]
+    assert bench.notes(rows)[0] == "broken, out of memory: MemoryError: no room"
+    assert bench.notes(rows)[3] == "broken, missing: not here"
 
 
 def test_a_wrong_result_is_not_timed_as_a_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
