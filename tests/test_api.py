@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import doctest
+import importlib
 import inspect
 import threading
 import time

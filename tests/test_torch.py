@@ -452,7 +452,9 @@ def test_compiled_equals_eager(device: str, backend: str, dynamic: bool) -> None
 def test_compiled_without_gradients_and_with_log_sum_exps(device: str) -> None:
     x = operands(device)
     compiled = torch.compile(
-        lambda *a: streamkl_cupy.attention_kl(*a, teacher_scale=0.3, return_lse=True), fullgraph=True, backend="aot_eager"
+        lambda *a: streamkl_cupy.attention_kl(*a, teacher_scale=0.3, return_lse=True),
+        fullgraph=True,
+        backend="aot_eager",
     )
     for a, b in zip(compiled(*x), attention_kl(*x, teacher_scale=0.3, return_lse=True)):
         assert torch.equal(a, b)
