@@ -285,14 +285,8 @@ def test_what_does_not_run_is_a_row_that_says_so() -> None:
             Broken(needs=1 << 60),
         ]
     )
-    assert [row.status for row in rows] == [
-        "ok",
-        "out of memory",
-        "out of memory",
-        "failed",
-        "missing",
-        "out of memory",
-    ]
+    full = "out of memory"
+    assert [row.status for row in rows] == ["ok", full, full, "failed", "missing", full]
     assert rows[2].note == "RuntimeError: CUDA error: out of memory"
     assert rows[4].note == "not here"
     if environment.available_bytes() is not None:
