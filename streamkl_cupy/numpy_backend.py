@@ -92,9 +92,10 @@ def widen(x: Array, out: Array) -> Array:
 
 def narrow(x: Array, dtype: np.dtype[Any]) -> Array:
     """`x` rounded to nearest even in `dtype`; uint16 stands for bfloat16 bits."""
-    if dtype != np.uint16:
-        return x.astype(dtype)
-    bits = x.astype(np.float32).view(np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype != np.uint16:
+            return x.astype(dtype)
+        bits = x.astype(np.float32).view(np.uint32)
     # Adding the last kept bit to half a unit rounds ties to even. A NaN must not be carried over into infinity.
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
@@ -247,12 +248,17 @@ class _State:
         self.seen |= seen
 
     def finish(self) -> tuple[Array, Array, Array]:
-        """KL in nats and both natural log-sum-exps; NaN for a row that saw NaN or Inf."""
+        """KL in nats and both natural log-sum-exps.
+
+        All three are NaN for a row that saw NaN or Inf on either side: KL could be infinite and a log-sum-exp finite,
+        and a backward from that would be silent.
+        """
         kl = LN2 * (self.A / self.l_t + np.log2(self.l_s / self.l_t))
         lse_t, lse_s = LN2 * self.r_t + np.log(self.l_t), LN2 * self.r_s + np.log(self.l_s)
+        fine = np.isfinite(kl)
 
         def settled(x: Array, empty: float) -> Array:
-            return np.where(self.seen, np.where(np.isfinite(x), x, np.nan), empty)
+            return np.where(self.seen, np.where(fine, x, np.nan), empty)
 
         return settled(kl, 0.0), settled(lse_t, -np.inf), settled(lse_s, -np.inf)
 

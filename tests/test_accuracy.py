@@ -52,7 +52,8 @@ def test_wide_teachers(core: Any, rng: Any, dtype: str, D_t: int, D_s: int) -> N
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("M", RAGGED)
 def test_ragged_shapes(core: Any, rng: Any, dtype: str, M: int) -> None:
-    for N, causal in itertools.product(RAGGED, (False, True)):
+    # The reference is what takes time: one NumPy backend has fewer paths to walk than the kernels.
+    for N, causal in itertools.product(RAGGED if core.device == "cuda" else (1, 65, 333), (False, True)):
         case = make(H=2, M=M, N=N, D_t=64, D_s=32, dtypes=dtype, seed=seed_of(rng), causal=causal)
         try:
             core.judge(case, upstream(rng, rows_of(case)))
@@ -91,12 +92,12 @@ def test_unlike_dtypes(core: Any, rng: Any, dtypes: tuple[str, str], D_t: int, D
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("D_t, D_s", [(64, 64), (128, 128), (64, 128)])
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_named_problems(core: Any, rng: Any, name: str, dtype: str, causal: bool, D_t: int, D_s: int) -> None:
-    # Large logits take float16 gradients out of range; smaller upstream gradients keep them in it.
-    case = make(name, H=2, M=190, N=700, D_t=D_t, D_s=D_s, dtypes=dtype, seed=seed_of(rng), causal=causal)
-    core.judge(case, upstream(rng, rows_of(case)) * np.float32(1e-3 if name == "huge" else 1))
+def test_named_problems(core: Any, rng: Any, name: str, dtype: str, causal: bool) -> None:
+    for D_t, D_s in [(64, 64), (128, 128), (64, 128)] if core.device == "cuda" else [(64, 32)]:
+        case = make(name, H=2, M=190, N=700, D_t=D_t, D_s=D_s, dtypes=dtype, seed=seed_of(rng), causal=causal)
+        # Large logits take float16 gradients out of range; smaller upstream gradients keep them in it.
+        core.judge(case, upstream(rng, rows_of(case)) * np.float32(1e-3 if name == "huge" else 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -244,14 +245,15 @@ def test_invisible_memory_may_hold_anything(
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", INPUT_NAMES)
 def test_visible_nan_and_inf_are_not_silent(core: Any, rng: Any, dtype: str, bad: float, name: str) -> None:
-    """KL is NaN in exactly the rows that see the bad number; gradients at least there."""
+    """Row results are NaN in exactly the rows that see the bad number; gradients at least there."""
     case = make(H=2, M=150, N=150, D_t=64, dtypes=dtype, seed=seed_of(rng), causal=True)
     case.arrays[INPUT_NAMES.index(name)][0, 1, 70, 3] = bad
     rows = streamkl_cupy.attention_kl_forward(*core.arrays(case), **case.options)
     sees = np.zeros((1, 2, 150), bool)
     sees[0, 1, 70 : 71 if name.endswith("_q") else None] = True
-    np.testing.assert_array_equal(np.isnan(core.numpy(rows.kl)), sees)
-    assert np.isfinite(core.numpy(rows.kl)[~sees]).all()
+    for x in rows:
+        np.testing.assert_array_equal(np.isnan(core.numpy(x)), sees)
+        assert np.isfinite(core.numpy(x)[~sees]).all()
     grads = streamkl_cupy.attention_kl_backward(
         core.array(np.ones((1, 2, 150)), "float32"), *core.arrays(case), *rows[1:], rows.kl, wrt=INPUT_NAMES,
         **case.options,
@@ -264,11 +266,17 @@ def test_visible_nan_and_inf_are_not_silent(core: Any, rng: Any, dtype: str, bad
 @pytest.mark.parametrize("D", [64, 128])
 def test_results_repeat_bit_by_bit(core: Any, rng: Any, dtype: str, D: int) -> None:
     case = make(B=2, H=4, M=300, N=500, D_t=D, teacher_key_heads=2, dtypes=dtype, seed=seed_of(rng), causal=True)
+    options = {**case.options, "deterministic": True}
     grad = upstream(rng, rows_of(case))
     first = core.judge(case, grad, deterministic=True)
-    for _ in range(3):
-        again = core.judge(case, grad, deterministic=True)
-        for a, b in zip((*first[0], *first[1]), (*again[0], *again[1]), strict=True):
+    arrays = core.arrays(case)
+    for _ in range(20 if core.device == "cuda" else 2):
+        core.poison(arrays)
+        rows = streamkl_cupy.attention_kl_forward(*arrays, **options)
+        saved = (rows.teacher_lse, rows.student_lse, rows.kl)
+        g = core.array(grad, "float32")
+        grads = streamkl_cupy.attention_kl_backward(g, *arrays, *saved, wrt=INPUT_NAMES, **options)
+        for a, b in zip((*first[0], *first[1]), (*rows, *grads), strict=True):
             check_same_bits("result", core.numpy(a), core.numpy(b))
 
 

@@ -89,10 +89,13 @@ def forward(
         sizes = teacher.sizes, student.sizes
         with np.errstate(invalid="ignore"):
             condition = np.abs(d_teacher) * sizes[0] + np.abs(d_student) * sizes[1]
+        value = entry.value(teacher.logits, student.logits, visible)
+        # A row that saw NaN or Inf has no log-sum-exp either, so that a backward from it is NaN on both sides.
+        lse_t, lse_s = (np.where(np.isnan(value), np.nan, log_sum_exp(x.logits, visible)) for x in (teacher, student))
         results = (
-            entry.value(teacher.logits, student.logits, visible),
-            log_sum_exp(teacher.logits, visible),
-            log_sum_exp(student.logits, visible),
+            value,
+            lse_t,
+            lse_s,
             np.where(visible, np.maximum(*sizes), 0).max(axis=-1, initial=0),
             np.where(visible, condition, 0).sum(axis=-1),
         )
