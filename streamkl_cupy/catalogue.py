@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from . import compile as compiler
 from . import settings
+from .arch import PLANES
 from .errors import CompilerError
-from .planning import PLANES, KernelPlan, facts_for_arch, make_plan
+from .planning import KernelPlan, facts_for_arch, make_plan
 from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from .source import flatten
 

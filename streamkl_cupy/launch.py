@@ -14,13 +14,14 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .arch import DeviceFacts
+from .arch import ELEMENT_BYTES, DeviceFacts
 from .compile import import_cupy, load
 from .errors import CaptureError, DriverError
 from .masks import MASKS
-from .planning import ELEMENT_BYTES, KernelPlan, Plan, make_plan
-from .problem import INPUT_NAMES, Problem, canonical_strides
+from .planning import KernelPlan, Plan, make_plan
+from .problem import INPUT_NAMES, Operand, Problem, canonical_strides
 from .source import flatten
+from .tensor_maps import MAP_BYTES, encode
 
 if TYPE_CHECKING:
     from .arrays import Gradients, Inputs, RowStats, Saved
@@ -69,25 +70,59 @@ def device_facts(index: int) -> DeviceFacts:
 class _Kernel:
     """One loaded kernel with its launch shape and the constant part of its arguments."""
 
-    __slots__ = ("_handle", "_launch", "_shape", "_template", "_type")
+    __slots__ = ("_base", "_handle", "_launch", "_maps", "_shape", "_template", "_type")
 
-    def __init__(self, plan: KernelPlan, template: bytes) -> None:
+    def __init__(self, problem: Problem, plan: KernelPlan) -> None:
         text = flatten(plan.entry, dict(plan.constants), dict(plan.slots))
         self._handle = load(text, plan.symbol, plan.arch, smem_bytes=plan.smem_bytes).kernel.ptr
         self._launch = import_cupy().cuda.driver.launchKernel
         self._shape = (plan.blocks, 1, 1, plan.threads, 1, 1, plan.smem_bytes)
-        self._type = ctypes.c_uint64 * (len(template) // 8)
-        self._template = template
+        self._maps = tuple(_Maps(problem.operand(name), problem.batch, box) for name, box in plan.boxes)
+        self._base = len(self._maps) * MAP_BYTES
+        self._template = (bytes(self._base) + _template(problem, plan)).ljust(plan.args_bytes, b"\0")
+        self._type = ctypes.c_uint64 * (plan.args_bytes // 8)
 
-    def __call__(self, pointers: Iterable[tuple[int, int]], stream: int, rows: bytes = b"") -> None:
-        """Launch with `pointers` as (word, address) pairs, and `rows` in place of the row vectors."""
+    def __call__(
+        self, inputs: tuple[int, ...], others: Iterable[tuple[int, int]], stream: int, rows: bytes = b""
+    ) -> None:
+        """Launch.
+
+        Args:
+            inputs: addresses of the four operands.
+            others: (word of the struct, address) of every other array.
+            stream: handle of the stream.
+            rows: packed row vectors in place of the template's.
+        """
         packed = self._type.from_buffer_copy(self._template)
+        base = self._base
+        if base:
+            address = ctypes.addressof(packed)
+            for i, maps in enumerate(self._maps):
+                ctypes.memmove(address + i * MAP_BYTES, maps[inputs[i]], MAP_BYTES)
         if rows:
-            ctypes.memmove(ctypes.byref(packed, 8 * _ROWS[0]), rows, len(rows))
-        for word, pointer in pointers:
-            packed[word] = pointer
+            ctypes.memmove(ctypes.byref(packed, base + 8 * _ROWS[0]), rows, len(rows))
+        base //= 8
+        for word, pointer in zip(_OPERANDS, inputs):
+            packed[base + word] = pointer
+        for word, pointer in others:
+            packed[base + word] = pointer
         parameters = ctypes.c_void_p(ctypes.addressof(packed))
         self._launch(self._handle, *self._shape, stream, ctypes.addressof(parameters), 0)
+
+
+class _Maps(dict[int, bytes]):
+    """Tensor maps of one operand by address. A training loop reuses few addresses; a bound keeps odd programs small."""
+
+    LIMIT = 256
+
+    def __init__(self, operand: Operand, batch: int, box_rows: int) -> None:
+        super().__init__()
+        self._shape = (operand, batch, box_rows)
+
+    def __missing__(self, pointer: int) -> bytes:
+        if len(self) >= self.LIMIT:
+            self.clear()
+        return self.setdefault(pointer, encode(pointer, *self._shape))
 
 
 class Runner:
@@ -114,9 +149,7 @@ class Runner:
             return
         with self._guard:
             kernel = self._kernels.get("forward") or self._kernel("forward", stream)
-            pointers = [(offset, x.ptr) for offset, x in zip(_OPERANDS, inputs, strict=True)]
-            pointers += [(offset, x.ptr) for offset, x in zip(_ROWS, outputs, strict=False)]
-            kernel(pointers, stream)
+            kernel(_addresses(inputs), [(word, x.ptr) for word, x in zip(_ROWS, outputs)], stream)
 
     def backward(self, inputs: Inputs, saved: Saved, outputs: Gradients, stream: int) -> None:
         """Launch the gradients that `outputs` has room for; every element of them is written."""
@@ -133,8 +166,7 @@ class Runner:
                     size = ELEMENT_BYTES[out.dtype] * prod(out.shape)
                     self._runtime.memsetAsync(out.ptr, 0, size, stream)
                     continue
-                pointers = [(offset, x.ptr) for offset, x in zip(_OPERANDS, inputs, strict=True)]
-                kernel([*pointers, (_OUT, out.ptr)], stream, rows)
+                kernel(_addresses(inputs), ((_OUT, out.ptr),), stream, rows)
 
     def _kernel(self, name: str, stream: int | None) -> Any:
         plan = self.plan.forward if name == "forward" else self.plan.gradient(name)
@@ -143,8 +175,12 @@ class Runner:
                 f"the {name} kernel of this problem is not loaded, and loading cannot be captured into a CUDA graph: "
                 "call streamkl_cupy.warmup(...) with the same arrays and options before the capture"
             )
-        kernel = _Kernel(plan, _template(self.problem, plan))
+        kernel = _Kernel(self.problem, plan)
         return self._kernels.setdefault(name, kernel)
+
+
+def _addresses(inputs: Inputs) -> tuple[int, ...]:
+    return (inputs[0].ptr, inputs[1].ptr, inputs[2].ptr, inputs[3].ptr)
 
 
 def _template(problem: Problem, plan: KernelPlan) -> bytes:

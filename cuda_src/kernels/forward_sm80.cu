@@ -15,44 +15,17 @@
 #include "tile/schedule.cuh"
 #include "@mask"
 #include "@divergence"
+#include "tile/rows.cuh"
 
 using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
 using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
 
 constexpr int kTiles = kColumns / 8;
-constexpr int kLaneRows = 2 * kWarpTiles;  // rows of which a lane holds elements: i is row 16 * (i / 2) + 8 * (i % 2) of its warp
 constexpr int kQueryBytes = TeacherTile::bytes(kRows) + StudentTile::bytes(kRows);
 constexpr int kStageBytes = TeacherTile::bytes(kColumns) + StudentTile::bytes(kColumns);
 
 static_assert(sizeof(ForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and ForwardArgs differ");
 static_assert(kQueryBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
-
-// One tile's logits into the row states; with MASKED the pairs that are not visible are put out of the way first.
-template <bool MASKED>
-__device__ inline void absorb(RowState (&state)[kLaneRows], Strip<kTiles>& t, Strip<kTiles>& s, const Mask& mask, int row,
-                              int column, float ct, float cs) {
-    if constexpr (MASKED) {
-#pragma unroll
-        for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const bool visible = mask.visible(row + 16 * m + (e >> 1) * 8, column + 8 * n + (e & 1));
-                    t[m][n][e] = visible ? t[m][n][e] * ct : kMasked;
-                    s[m][n][e] = visible ? s[m][n][e] * cs : kMasked;
-                }
-        ct = cs = 1.f;
-    }
-    FragmentRow<kTiles> row_t[kLaneRows], row_s[kLaneRows];
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-        row_t[i] = {t[i / 2], i % 2};
-        row_s[i] = {s[i / 2], i % 2};
-    }
-    RowState::absorb(state, row_t, row_s, ct, cs);
-    __syncwarp();  // lanes whose references moved took longer; the matrix instructions want all of them
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ ForwardArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -111,22 +84,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         Strip<kTiles> t, s;
         scores<kTiles>(t, tq, warp_row, teacher_keys(stage));
         scores<kTiles>(s, sq, warp_row, student_keys(stage));
-        if (mask.full(first_row, end_row, key, key + kColumns))
-            absorb<false>(state, t, s, mask, row, key + 2 * (lane & 3), args.teacher_scale, args.student_scale);
-        else
-            absorb<true>(state, t, s, mask, row, key + 2 * (lane & 3), args.teacher_scale, args.student_scale);
+        absorb_tile<kTiles>(state, t, s, mask, row, mask.full(first_row, end_row, key, key + kColumns), key, args.teacher_scale,
+                            args.student_scale);
     }
-
-    float* const value = args.value.at(block.batch, block.head);
-    float* const lse_t = args.teacher_lse.at(block.batch, block.head);
-    float* const lse_s = args.student_lse.at(block.batch, block.head);
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-        RowState& x = state[i];
-        x.merge(x.shuffle(1));
-        x.merge(x.shuffle(2));
-        const int r = row + 16 * (i / 2) + 8 * (i % 2);
-        if ((lane & 3) == 0 && r < n.queries)
-            x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
-    }
+    write_rows(args, block, state, row);
 }

@@ -130,6 +130,20 @@ __device__ inline void accumulators_to_a(FragmentA<CODE>& a, const float (&left)
     }
 }
 
+// Accumulators of kWarpTiles x TILES products of 16x8.
+template <int TILES>
+using Strip = float[kWarpTiles][TILES][4];
+
+template <int TILES>
+__device__ inline void clear(Strip<TILES>& x) {
+#pragma unroll
+    for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
+}
+
 // The elements of one row that this lane holds: row half 0 or 1 of a strip of accumulators.
 template <int TILES>
 struct FragmentRow {

@@ -2,20 +2,6 @@
 #pragma once
 #include "tile/fragment.cuh"
 
-// Accumulators of kWarpTiles x TILES products of 16x8.
-template <int TILES>
-using Strip = float[kWarpTiles][TILES][4];
-
-template <int TILES>
-__device__ inline void clear(Strip<TILES>& x) {
-#pragma unroll
-    for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < TILES; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
-}
-
 // out = stationary rows from `row` on * streamed rows^T. Unrolling lets loads run ahead of products and costs registers and code: the
 // plan says how far. The matrix unit truncates when it adds, so the small products of planes are summed on their own:
 // each sum then sees one addition per step instead of one per plane pair.

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
+
+from ..problem import Operand, Problem, Side
+
+ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+PLANES = {"highest": 3, "high": 2}
+
+# Bytes of the argument structs in cuda_src/common/args.cuh; launch.py packs them, the kernels assert them.
+ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + 64 + 8, "gradient": 4 * 40 + 4 * 32 + 40 + 64 + 16}
 
 
 @dataclass(frozen=True)
@@ -18,13 +28,67 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
+class Work:
+    """One kernel's share of a problem: "forward", or the gradient of the input `name`."""
+
+    problem: Problem
+    name: str
+
+    @property
+    def kind(self) -> str:
+        return "forward" if self.name == "forward" else "gradient"
+
+    @property
+    def rows_are_keys(self) -> bool:
+        """Whether the stationary operand is the keys and the queries are streamed."""
+        return self.name.endswith("_k")
+
+    @property
+    def side(self) -> Side:
+        """The side that is differentiated."""
+        return self.problem.teacher if self.name.startswith("teacher") else self.problem.student
+
+    @property
+    def heads(self) -> int:
+        return self.side.k.heads if self.rows_are_keys else self.problem.heads
+
+    @property
+    def rows(self) -> int:
+        return self.problem.keys if self.rows_are_keys else self.problem.queries
+
+    @property
+    def out_dim(self) -> int:
+        return self.side.dim if self.kind == "gradient" else 0
+
+    @property
+    def row_vectors(self) -> int:
+        """Statistics that travel with each streamed query: two log-sum-exps, the upstream gradient, the value."""
+        if not self.rows_are_keys:
+            return 0
+        return 4 if self.name.startswith("teacher") else 3
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.problem.teacher, self.problem.student
+
+    @cached_property
+    def float32(self) -> bool:
+        return "float32" in (self.problem.teacher.dtype, self.problem.student.dtype)
+
+    @property
+    def dim(self) -> int:
+        return max(self.problem.teacher.dim, self.problem.student.dim)
+
+
+@dataclass(frozen=True)
 class TileRow:
     """One way to cut a kernel's work: a row of a family's table, with the reason it is there.
 
-    `rows` of the stationary operand belong to a block of `warps` warps, each with `warp_tiles` strips of 16; `columns`
-    rows of the other operand are streamed at a time, `stages` tiles in flight, and the kernel is compiled to leave room
-    for `min_blocks` blocks per multiprocessor. `unroll` steps of 16 along the head dim are unrolled. The row applies to
-    head dims up to `max_dim` on both sides and `max_out` on the differentiated one, on GPUs older than `before`.
+    `rows` of the stationary operand belong to a block of `warps` computing warps, each with `warp_tiles` strips of 16;
+    `columns` rows of the other operand are streamed at a time, `stages` buffers in flight, and the kernel is compiled
+    to leave room for `min_blocks` blocks per multiprocessor. `unroll` steps of 16 along the head dim are unrolled. The
+    row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one, on GPUs older than
+    `before`.
     """
 
     warps: int
@@ -42,27 +106,68 @@ class TileRow:
     def rows(self) -> int:
         return self.warps * self.warp_tiles * 16
 
-    @property
-    def threads(self) -> int:
-        return self.warps * 32
 
-
-@dataclass(frozen=True)
-class Family:
+class Family(ABC):
     """A set of kernels that share their instructions."""
 
     name: str
-    min_capability: tuple[int, int]
-    flag: Callable[[tuple[int, int]], str]
-    """Compute capability -> NVRTC architecture."""
-    entries: dict[str, tuple[str, str]]
-    """Kind of kernel ("forward", "gradient") -> (file, symbol)."""
-    tiles: Callable[[str, bool], tuple[TileRow, ...]]
-    """(kind, whether an operand is float32) -> rows in order of preference."""
+
+    @abstractmethod
+    def refuses(self, work: Work, facts: DeviceFacts) -> str:
+        """Why this family cannot do the work on that GPU; empty where it can."""
+
+    @abstractmethod
+    def flag(self, capability: tuple[int, int]) -> str:
+        """The NVRTC architecture."""
+
+    @abstractmethod
+    def entry(self, kind: str) -> tuple[str, str]:
+        """File and symbol of a kind of kernel."""
+
+    @abstractmethod
+    def table(self, work: Work) -> tuple[TileRow, ...]:
+        """Tile rows in order of preference."""
+
+    @abstractmethod
+    def smem_bytes(self, work: Work, tile: TileRow) -> int:
+        """Dynamic shared memory of a block."""
+
+    @abstractmethod
+    def threads(self, tile: TileRow) -> int:
+        """Threads of a block."""
+
+    @abstractmethod
+    def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
+        """What is compiled in beyond what every family needs."""
+
+    def args_bytes(self, kind: str) -> int:
+        """Size of the kernel's argument struct."""
+        return ARGS_BYTES[kind]
+
+    def boxes(self, work: Work, tile: TileRow) -> tuple[tuple[str, int], ...]:
+        """Inputs that are read through tensor maps, in the order of the arguments, with the rows of a box."""
+        return ()
+
+    def fitting(self, work: Work, facts: DeviceFacts) -> list[TileRow]:
+        """The rows of the table that this work and this GPU allow."""
+        return [
+            row
+            for row in self.table(work)
+            if work.dim <= row.max_dim
+            and work.out_dim <= row.max_out
+            and facts.compute_capability < row.before
+            and self.smem_bytes(work, row) <= facts.smem_per_block
+        ]
+
+
+def vector_loads(x: Operand) -> bool:
+    """Whether every row of an input starts on a 16-byte boundary and its elements are adjacent."""
+    per_chunk = 16 // ELEMENT_BYTES[x.dtype]
+    return x.aligned and x.strides[3] == 1 and all(stride % per_chunk == 0 for stride in x.strides[:3])
 
 
 def families() -> tuple[Family, ...]:
-    """All families, the most capable first."""
-    from . import sm80
+    """All families, the most capable first; the last one runs on every supported GPU."""
+    from . import sm80, sm90
 
-    return (sm80.FAMILY,)
+    return (sm90.FAMILY, sm80.FAMILY)

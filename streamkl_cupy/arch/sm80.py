@@ -11,7 +11,8 @@ warp_tiles * D / 2. The limit is 255 per thread and 65,536 per multiprocessor.
 
 from __future__ import annotations
 
-from . import Family, TileRow
+from ..problem import INPUT_NAMES
+from . import ELEMENT_BYTES, DeviceFacts, Family, TileRow, Work, vector_loads
 
 _FORWARD = (
     TileRow(4, 2, 64, 2, 2, 64, "32 rows per warp, two blocks per multiprocessor", unroll=4),
@@ -40,7 +41,7 @@ _GRADIENT = (
 )
 
 _GRADIENT_F32 = (
-    TileRow(4, 2, 32, 2, 1, 64, "as the forward", unroll=1),
+    TileRow(4, 2, 32, 2, 1, 64, "as the forward; sm_120 spills", unroll=1, before=(10, 0)),
     TileRow(8, 1, 32, 2, 1, 128, "eight warps hide the splitting; one strip pays for the output", unroll=1),
     TileRow(2, 1, 16, 2, 1, 128, "few rows in all, or 99 KiB", unroll=1),
     TileRow(2, 1, 16, 1, 1, 256, "room for long rows", unroll=1),
@@ -54,13 +55,47 @@ _TILES = {
     ("gradient", True): _GRADIENT_F32,
 }
 
-FAMILY = Family(
-    name="sm80",
-    min_capability=(8, 0),
-    flag=lambda capability: f"sm_{capability[0]}{capability[1]}",
-    entries={
-        "forward": ("kernels/forward_sm80.cu", "streamkl_forward"),
-        "gradient": ("kernels/gradient_sm80.cu", "streamkl_gradient"),
-    },
-    tiles=lambda kind, float32: _TILES[kind, float32],
-)
+
+class _Portable(Family):
+    name = "sm80"
+
+    def refuses(self, work: Work, facts: DeviceFacts) -> str:
+        major, minor = facts.compute_capability
+        if (major, minor) < (8, 0):
+            return (
+                f"GPU {facts.name or '?'} has compute capability {major}.{minor}; kernels are built for 8.0 (Ampere) "
+                "and newer; use NumPy arrays to compute on the CPU"
+            )
+        if not self.fitting(work, facts):
+            teacher, student = work.sides
+            return (
+                f"head dims {teacher.dim} ({teacher.dtype}) and {student.dim} ({student.dtype}) need more shared "
+                f"memory than the {facts.smem_per_block} B of {facts.name or 'this GPU'}"
+            )
+        return ""
+
+    def flag(self, capability: tuple[int, int]) -> str:
+        return f"sm_{capability[0]}{capability[1]}"
+
+    def entry(self, kind: str) -> tuple[str, str]:
+        return f"kernels/{kind}_sm80.cu", f"streamkl_{kind}"
+
+    def table(self, work: Work) -> tuple[TileRow, ...]:
+        return _TILES[work.kind, work.float32]
+
+    def smem_bytes(self, work: Work, tile: TileRow) -> int:
+        pitch = sum(-(-side.dim // 16) * 16 * ELEMENT_BYTES[side.dtype] + 16 for side in work.sides)
+        return tile.rows * pitch + tile.stages * tile.columns * (pitch + 4 * work.row_vectors)
+
+    def threads(self, tile: TileRow) -> int:
+        return tile.warps * 32
+
+    def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
+        loads = {
+            f"SKL_{name[0].upper()}{name[-1].upper()}_VECTOR": int(vector_loads(work.problem.operand(name)))
+            for name in INPUT_NAMES
+        }
+        return {**loads, "SKL_MIN_BLOCKS": tile.min_blocks, "SKL_UNROLL": tile.unroll}
+
+
+FAMILY = _Portable()

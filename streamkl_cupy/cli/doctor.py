@@ -178,7 +178,7 @@ def family_of(facts: DeviceFacts) -> str:
         plan = make_plan(problem((128, 128), ELEMENT_TYPES[0]), facts)
     except NotImplementedError as reason:
         return f"none: {reason}"
-    return f"{plan.family} ({plan.forward.arch})"
+    return f"{plan.forward.family} ({plan.forward.arch})"
 
 
 def cache() -> dict[str, Any]:

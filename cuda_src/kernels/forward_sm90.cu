@@ -1,0 +1,166 @@
+// Forward on Hopper: the mathematics of forward_sm80.cu with asynchronous copies and warpgroup products.
+//
+//   block     kRows = kGroups x 64 query rows of one head, resident in shared memory
+//   producer  one thread; streams keys through a ring of kRing pieces, a piece being up to kPieceChunks x 64 columns of
+//             kColumns keys of one side; teacher pieces of a tile first, then student pieces
+//   consumers kGroups warpgroups, 64 rows each: T and S (64 x 64) in registers, absorbed by the row states; they never
+//             wait for one another
+//
+//   barrier   arrivals                         waited for by
+//   queries   1 (+ bytes)                      consumers, once
+//   full[i]   1 (+ bytes) by the producer      consumers: piece i has arrived
+//   empty[i]  one per consumer warp            the producer: piece i may be overwritten
+//
+// A warpgroup that sees no key of a tile skips its products; the tiles run from the last key to the first, so that under
+// a mask the partial ones come first.
+#include "common/args.cuh"
+#include "common/config.cuh"
+#include "common/math.cuh"
+#include "ptx/registers.cuh"
+#include "tile/fragment.cuh"
+#include "tile/schedule.cuh"
+#include "tile/swizzled.cuh"
+#include "@mask"
+#include "@divergence"
+#include "tile/rows.cuh"
+
+using Teacher = Operand<SKL_T_ELEMENT, SKL_T_DIM>;
+using Student = Operand<SKL_S_ELEMENT, SKL_S_DIM>;
+
+struct HopperForwardArgs {
+    TensorMap teacher_q, teacher_k, student_q, student_k;
+    ForwardArgs base;
+};
+
+constexpr int kGroups = kWarps / 4;
+constexpr int kTiles = kColumns / 8;
+constexpr int kRing = SKL_STAGES;
+constexpr int kPieceChunks = SKL_PIECE_CHUNKS;
+constexpr int kPieceBytes = kPieceChunks * kColumns * 128;
+constexpr int kTeacherPieces = ceil_div(Teacher::kChunks, kPieceChunks);
+constexpr int kPieces = kTeacherPieces + ceil_div(Student::kChunks, kPieceChunks);
+constexpr int kQueryBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
+constexpr int kBarrierBytes = 8 * (2 * kRing + 1);
+
+static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup computes 64 x 64 scores");
+static_assert(sizeof(HopperForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperForwardArgs differ");
+static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
+
+// Issues the products of one piece into `scores`; `query` and `piece` are descriptors of the first chunk.
+template <class Side>
+__device__ inline void multiply_piece(float (&scores)[kTiles][4], u64 queries, u64 piece, int first_chunk) {
+    constexpr int steps = 4 * kPieceChunks;
+#pragma unroll
+    for (int k = 0; k < steps; ++k) {
+        const int step = 4 * first_chunk + k;
+        if (step < Side::kSteps)
+            wgmma_64<Side::kHalf, 0, 0>(scores, queries + ((step / 4 * kRows * 128 + step % 4 * 32) >> 4),
+                                        piece + ((k / 4 * kColumns * 128 + k % 4 * 32) >> 4), step > 0);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads + 128, 1) streamkl_forward(const __grid_constant__ HopperForwardArgs all) {
+    extern __shared__ unsigned char shared[];
+    const ForwardArgs& args = all.base;
+    const Extents& n = args.n;
+    const Block block = block_of(n, n.heads, n.batch * n.heads, true);
+    const Mask mask(n);
+    // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+
+    const u32 base = (static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u;
+    const u32 queries_t = base, queries_s = base + Teacher::bytes(kRows), ring = base + kQueryBytes;
+    const u32 full = ring + kRing * kPieceBytes, empty = full + 8 * kRing, queries_here = empty + 8 * kRing;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kRing; ++i) {
+            mbarrier_init(full + 8 * i, 1);
+            mbarrier_init(empty + 8 * i, kWarps);
+        }
+        mbarrier_init(queries_here, 1);
+        mbarrier_publish();
+    }
+    __syncthreads();
+
+    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, n.queries);
+    const Range keys = mask.keys_of(first_row, end_row);
+    const int first_tile = keys.begin / kColumns, end_tile = keys.empty() ? first_tile : ceil_div(keys.end, kColumns);
+    RingCursor<kRing> at;
+
+    if (group == kGroups) {
+        registers_lower<SKL_PRODUCER_REGISTERS>();
+        if (threadIdx.x == kThreads) {
+            mbarrier_expect(queries_here, kQueryBytes);
+            load_chunks<kRows>(queries_t, all.teacher_q, queries_here, 0, Teacher::kChunks, first_row, block.head, block.batch);
+            load_chunks<kRows>(queries_s, all.student_q, queries_here, 0, Student::kChunks, first_row, block.head, block.batch);
+            const int head_t = block.head / n.teacher_group, head_s = block.head / n.student_group;
+            for (int tile = end_tile - 1; tile >= first_tile; --tile) {
+#pragma unroll
+                for (int p = 0; p < kPieces; ++p) {
+                    const bool teacher = p < kTeacherPieces;
+                    const int first_chunk = (teacher ? p : p - kTeacherPieces) * kPieceChunks;
+                    const int chunks = min((teacher ? Teacher::kChunks : Student::kChunks) - first_chunk, kPieceChunks);
+                    const u32 barrier = full + 8 * at.slot;
+                    mbarrier_wait(empty + 8 * at.slot, at.parity ^ 1);
+                    mbarrier_expect(barrier, chunks * kColumns * 128);
+                    load_chunks<kColumns>(ring + at.slot * kPieceBytes, teacher ? all.teacher_k : all.student_k, barrier, first_chunk,
+                                          chunks, tile * kColumns, teacher ? head_t : head_s, block.batch);
+                    at.advance();
+                }
+            }
+        }
+        return;
+    }
+
+    registers_raise<SKL_CONSUMER_REGISTERS>();
+    const int lane = lane_id(), group_row = first_row + 64 * group;
+    const int row = group_row + 16 * ((threadIdx.x / 32) & 3) + lane / 4;
+    const Range mine = mask.keys_of(group_row, min(group_row + 64, n.queries));
+    RowState state[kLaneRows];
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) state[i].start();
+
+    const u64 q_t = swizzled_descriptor(queries_t + group * 64 * 128), q_s = swizzled_descriptor(queries_s + group * 64 * 128);
+    const u64 ring_start = swizzled_descriptor(ring);
+    const auto release = [&](int slot) {
+        if (lane == 0) mbarrier_arrive(empty + 8 * slot);
+    };
+    mbarrier_wait(queries_here, 0);
+
+    for (int tile = end_tile - 1; tile >= first_tile; --tile) {
+        const int key = tile * kColumns;
+        if (group_row >= n.queries || key >= mine.end || key + kColumns <= mine.begin) {
+            for (int p = 0; p < kPieces; ++p) {
+                mbarrier_wait(full + 8 * at.slot, at.parity);  // or two arrivals could fall into one phase
+                release(at.slot);
+                at.advance();
+            }
+            continue;
+        }
+        Strip<kTiles> t, s;
+        int previous = 0;
+#pragma unroll
+        for (int p = 0; p < kPieces; ++p) {
+            mbarrier_wait(full + 8 * at.slot, at.parity);
+            const u64 piece = ring_start + static_cast<u64>(at.slot * (kPieceBytes >> 4));
+            wgmma_fence();
+            if (p < kTeacherPieces)
+                multiply_piece<Teacher>(t[0], q_t, piece, p * kPieceChunks);
+            else
+                multiply_piece<Student>(s[0], q_s, piece, (p - kTeacherPieces) * kPieceChunks);
+            wgmma_commit();
+            if (p > 0) {
+                wgmma_wait<1>();
+                release(previous);
+            }
+            previous = at.slot;
+            at.advance();
+        }
+        wgmma_wait<0>();
+        settle(t[0]);
+        settle(s[0]);
+        release(previous);
+        absorb_tile<kTiles>(state, t, s, mask, row, mask.full(group_row, min(group_row + 64, n.queries), key, key + kColumns), key,
+                            args.teacher_scale, args.student_scale);
+    }
+    write_rows(args, block, state, row);
+}

@@ -1,0 +1,60 @@
+// The row states of a warp in a forward kernel: feeding them score tiles, merging lanes, writing results. The kernel has
+// included its mask and its divergence before.
+#pragma once
+#include "common/args.cuh"
+#include "tile/fragment.cuh"
+#include "tile/schedule.cuh"
+
+// Rows of which a lane holds elements: number i is row 16 * (i / 2) + 8 * (i % 2) below the lane's first.
+constexpr int kLaneRows = 2 * kWarpTiles;
+
+template <int TILES>
+__device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILES>& t, const Strip<TILES>& s, float ct, float cs) {
+    FragmentRow<TILES> row_t[kLaneRows], row_s[kLaneRows];
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+        row_t[i] = {t[i / 2], i % 2};
+        row_s[i] = {s[i / 2], i % 2};
+    }
+    RowState::absorb(state, row_t, row_s, ct, cs);
+}
+
+// One tile's logits, keys first_key on, into the states. Where the tile is not full, pairs that are not visible are put out
+// of the way first, in a branch of its own: a test inside one would be turned into selections that every tile pays for.
+template <int TILES>
+__device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t, Strip<TILES>& s, const Mask& mask, int row, bool full,
+                                   int first_key, float ct, float cs) {
+    if (full) {
+        absorb_all<TILES>(state, t, s, ct, cs);
+    } else {
+        const int key = first_key + 2 * (lane_id() & 3);
+#pragma unroll
+        for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < TILES; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const bool visible = mask.visible(row + 16 * m + (e >> 1) * 8, key + 8 * n + (e & 1));
+                    t[m][n][e] = visible ? t[m][n][e] * ct : kMasked;
+                    s[m][n][e] = visible ? s[m][n][e] * cs : kMasked;
+                }
+        absorb_all<TILES>(state, t, s, 1.f, 1.f);
+    }
+    __syncwarp();  // lanes whose references moved took longer; the matrix instructions want all of them
+}
+
+// Merges the four lanes of each row and writes what they know.
+__device__ inline void write_rows(const ForwardArgs& args, const Block& block, RowState (&state)[kLaneRows], int row) {
+    float* const value = args.value.at(block.batch, block.head);
+    float* const lse_t = args.teacher_lse.at(block.batch, block.head);
+    float* const lse_s = args.student_lse.at(block.batch, block.head);
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+        RowState& x = state[i];
+        x.merge(x.shuffle(1));
+        x.merge(x.shuffle(2));
+        const int r = row + 16 * (i / 2) + 8 * (i % 2);
+        if ((lane_id() & 3) == 0 && r < args.n.queries)
+            x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
+    }
+}

@@ -1,0 +1,40 @@
+// Operand tiles of the Hopper kernels: chunks of 64 columns, each [rows][64] 16-bit elements in rows of 128 bytes, the
+// 16-byte pieces of row r permuted by XOR with r % 8 (what TMA writes and wgmma reads as the 128-byte swizzle).
+#pragma once
+#include "common/args.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/element.cuh"
+
+template <int CODE, int DIM>
+struct Operand {
+    static_assert(CODE == kBf16 || CODE == kF16, "plan: the Hopper kernels multiply 16-bit elements");
+    static_assert(DIM % 8 == 0, "plan: tensor maps need rows of whole 16-byte pieces");
+    static constexpr int kCode = CODE;
+    static constexpr bool kHalf = CODE == kF16;
+    static constexpr int kSteps = ceil_div(DIM, 16);   // products of depth 16
+    static constexpr int kChunks = ceil_div(DIM, 64);  // columns beyond DIM arrive as zeros
+    static constexpr int bytes(int rows) { return kChunks * rows * 128; }
+};
+
+// All chunks of `ROWS` rows from (row, head, batch), announced on the barrier by the caller.
+template <int ROWS>
+__device__ inline void load_chunks(u32 shared, const TensorMap& map, u32 barrier, int first_chunk, int chunks, int row, int head,
+                                   int batch) {
+    for (int c = 0; c < chunks; ++c)
+        tma_load(shared + c * ROWS * 128, map, barrier, 64 * (first_chunk + c), row, head, batch);
+}
+
+// Position in a ring of buffers: which one, and the parity of its current round.
+template <int COUNT>
+struct RingCursor {
+    int slot = 0;
+    u32 parity = 0;
+    __device__ void advance() {
+        if (++slot == COUNT) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+};

@@ -1,0 +1,104 @@
+"""Hopper (compute capability 9.0): tensor-memory copies and warpgroup products, in sm_90a code.
+
+Shared memory of the forward, bytes, with chunks(D) = ceil(D / 64) and 64 keys to a tile:
+
+    1024 (alignment) + rows * (chunks(D_t) + chunks(D_s)) * 128 + stages * piece_chunks * 8192 + barriers
+
+Registers: a consumer thread holds 64 scores (32 of each side) and its row states; the producer needs few. Per
+multiprocessor they must fit 65,536: 128 * (groups * consumer + producer).
+"""
+
+from __future__ import annotations
+
+from ..problem import INPUT_NAMES, Operand
+from ..tensor_maps import MAP_BYTES
+from . import ARGS_BYTES, ELEMENT_BYTES, DeviceFacts, Family, TileRow, Work, vector_loads
+
+COLUMNS = 64
+MAX_STRIDE_BYTES = 1 << 40
+
+_FORWARD = (
+    TileRow(16, 1, COLUMNS, 12, 1, 64, "four warpgroups hide latency better than any explicit overlap of two or three"),
+    TileRow(16, 1, COLUMNS, 6, 1, 128, "the same; pieces of 128 columns halve the barriers"),
+    TileRow(8, 1, COLUMNS, 12, 1, 128, "few rows in all: twice the blocks"),
+    TileRow(12, 1, COLUMNS, 10, 1, 256, "192 rows where 256 do not fit"),
+    TileRow(8, 1, COLUMNS, 8, 1, 576, "128 rows where 192 do not fit"),
+    TileRow(8, 1, COLUMNS, 6, 1, 576, "576 and 128 together"),
+    TileRow(4, 1, COLUMNS, 12, 1, 576, "the widest sides"),
+)
+
+# (consumer, producer) registers per thread by consumer warpgroups.
+_REGISTERS = {4: (112, 32), 3: (152, 32), 2: (224, 40), 1: (240, 40)}
+
+
+def _chunks(dim: int) -> int:
+    return -(-dim // 64)
+
+
+def _no_map(x: Operand) -> str:
+    """Why a tensor map cannot describe an input; empty where it can."""
+    if not vector_loads(x):
+        return "its rows must start on 16-byte boundaries with adjacent elements"
+    if any(stride < 0 or stride * ELEMENT_BYTES[x.dtype] >= MAX_STRIDE_BYTES for stride in x.strides[:3]):
+        return "its strides must be positive and below 2^40 bytes"
+    return ""
+
+
+class _Hopper(Family):
+    name = "sm90"
+
+    def refuses(self, work: Work, facts: DeviceFacts) -> str:
+        problem = work.problem
+        if facts.compute_capability != (9, 0):
+            return "it needs compute capability 9.0"
+        if work.kind != "forward":
+            return "it has no gradient kernels"
+        if work.float32:
+            return "it multiplies 16-bit elements"
+        if any(side.dim % 8 for side in work.sides):
+            return "head dims must be multiples of 8"
+        if 0 in (problem.batch, problem.heads, problem.queries, problem.keys):
+            return "a tensor map cannot be empty"
+        for name in INPUT_NAMES:
+            if reason := _no_map(problem.operand(name)):
+                return f"{name}: {reason}"
+        return "" if self.fitting(work, facts) else "the head dims need more shared memory than there is"
+
+    def flag(self, capability: tuple[int, int]) -> str:
+        return "sm_90a"
+
+    def entry(self, kind: str) -> tuple[str, str]:
+        return f"kernels/{kind}_sm90.cu", f"streamkl_{kind}"
+
+    def table(self, work: Work) -> tuple[TileRow, ...]:
+        return _FORWARD
+
+    def smem_bytes(self, work: Work, tile: TileRow) -> int:
+        chunks = sum(_chunks(side.dim) for side in work.sides)
+        barriers = 8 * (2 * tile.stages + 1)
+        return 1024 + tile.rows * chunks * 128 + tile.stages * self._piece_chunks(tile) * COLUMNS * 128 + barriers
+
+    def threads(self, tile: TileRow) -> int:
+        return tile.warps * 32 + 128
+
+    def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
+        consumer, producer = _REGISTERS[tile.warps // 4]
+        return {
+            "SKL_PIECE_CHUNKS": self._piece_chunks(tile),
+            "SKL_CONSUMER_REGISTERS": consumer,
+            "SKL_PRODUCER_REGISTERS": producer,
+        }
+
+    def args_bytes(self, kind: str) -> int:
+        # The maps stand first and the struct is aligned like them.
+        return -(-(4 * MAP_BYTES + ARGS_BYTES[kind]) // 64) * 64
+
+    def boxes(self, work: Work, tile: TileRow) -> tuple[tuple[str, int], ...]:
+        return tuple((name, tile.columns if name.endswith("_k") else tile.rows) for name in INPUT_NAMES)
+
+    @staticmethod
+    def _piece_chunks(tile: TileRow) -> int:
+        return 2 if tile.max_dim == 128 and tile.stages == 6 else 1
+
+
+FAMILY = _Hopper()

@@ -1,0 +1,62 @@
+"""Tensor maps: how Hopper's copy engine is told the shape of an array. Encoded by the driver, kept by address."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+from .arch import ELEMENT_BYTES
+from .errors import DriverError
+from .problem import Operand
+
+MAP_BYTES = 128
+_ALIGNMENT = 64
+_BOX_COLUMNS = 64  # 128 bytes: the longest row the 128-byte swizzle allows
+_DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+_SWIZZLE_128B, _PROMOTE_L2_256B = 3, 3
+
+
+@lru_cache(maxsize=1)
+def _encoder() -> Any:
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise DriverError(f"the NVIDIA driver cannot encode tensor maps: {error}; update it to 525 or newer") from error
+    function.restype = ctypes.c_int
+    return function
+
+
+def encode(pointer: int, x: Operand, batch: int, box_rows: int) -> bytes:
+    """The map of an input at an address: boxes of `box_rows` rows x 64 columns, 128-byte swizzle, zeros outside.
+
+    Raises:
+        DriverError: the driver refused; the message says what it was given.
+    """
+    size = ELEMENT_BYTES[x.dtype]
+    extents = (x.dim, x.rows, x.heads, batch)
+    sb, sh, sr, _ = x.strides
+    # An axis of extent 1 is never stepped along, whatever stride it came with.
+    strides = tuple(s * size if n > 1 else 16 for s, n in ((sr, x.rows), (sh, x.heads), (sb, batch)))
+    raw = (ctypes.c_uint8 * (MAP_BYTES + _ALIGNMENT))()
+    start = -ctypes.addressof(raw) % _ALIGNMENT
+    code = _encoder()(
+        ctypes.byref(raw, start),
+        ctypes.c_int(_DATA_TYPES[x.dtype]),
+        ctypes.c_uint32(4),
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 4)(*extents),
+        (ctypes.c_uint64 * 3)(*strides),
+        (ctypes.c_uint32 * 4)(_BOX_COLUMNS, box_rows, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        ctypes.c_int(0),
+        ctypes.c_int(_SWIZZLE_128B),
+        ctypes.c_int(_PROMOTE_L2_256B),
+        ctypes.c_int(0),
+    )
+    if code:
+        raise DriverError(
+            f"the driver refused a tensor map (CUresult {code}): address {pointer:#x}, extents {extents}, "
+            f"strides {strides} bytes, box {box_rows} x {_BOX_COLUMNS}"
+        )
+    return bytes(raw[start : start + MAP_BYTES])
