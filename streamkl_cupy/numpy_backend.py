@@ -2,7 +2,8 @@
 
 A block is some query rows of some heads; it walks over the key axis in tiles small enough for the cache, so no M x N
 matrix ever exists. Per tile the work is two BLAS products and about ten in-place passes. Logits are held in base 2
-(the factor log2(e) rides on the scale of the query tile), because exp2 is the cheapest exponential NumPy has.
+(the factor log2(e) rides on the scale), because exp2 is the cheapest exponential NumPy has. The scale is applied to the
+products, not to the queries: products of 16-bit numbers are exact in float32, those of scaled ones are not.
 
 Row state, with references r (a logit each row has seen), u = T - r_t and v = S - r_s:
 
@@ -169,9 +170,7 @@ class _Half:
         self.key_heads = slice(at.h.start // side.group, (at.h.stop - 1) // side.group + 1)
         self._all_keys = views[f"{name}_k"][at.b, self.key_heads]
         rows = views[f"{name}_q"][at.b, at.h, at.q]
-        # A copy of m rows, scaled once here instead of every tile of logits.
         self.q = widen(rows, scratch(f"{name}_q", rows.shape))
-        self.q *= side.scale * LOG2E
         self.keys = self.q
         self.bad_rows = _not_finite(self.q)
 
@@ -189,6 +188,7 @@ class _Half:
         self.keys = k
         out = self.scratch(buffer, (*self.q.shape[:3], k.shape[2]))
         np.matmul(self._fold(self.q), k.swapaxes(-1, -2), out=self._fold(out))
+        out *= self.scale * LOG2E
         if tile.visible is not None:
             np.copyto(out, -np.inf, where=~tile.visible)
         return out
@@ -211,7 +211,7 @@ class _Half:
         d_logits[bad if tile.visible is None else bad & tile.visible] = np.nan
 
     def weighted(self, weight: Array) -> Array:
-        """The scaled query rows times `weight` (b, h, m): what d_logits^T is multiplied by in a key gradient."""
+        """The query rows times `weight` (b, h, m): what d_logits^T is multiplied by in a key gradient."""
         out = np.multiply(self.q, weight[..., None], out=self.scratch(f"{self.name}_qw", self.q.shape))
         if self.bad_rows is not None:
             out[self.bad_rows] = 0
@@ -403,14 +403,13 @@ class Runner:
         empty = np.isneginf(saved["teacher_lse"])
         lse_t, lse_s = (np.where(empty, 0, saved[x])[..., None] * LOG2E for x in ("teacher_lse", "student_lse"))
         kl = saved["kl"][..., None] * LOG2E if teacher in wanted else lse_t
-        # The upstream gradient weighs whole rows, so it multiplies the m x D side of each product, not the m x n one.
-        # The teacher's logit gradient below is in base 2 (one ln 2), and scaled query rows hold c log2(e) where the
-        # key gradient has c (another).
-        weight = {half.name: np.where(empty, 0, saved["grad"]) for half in wanted}
+        # Upstream gradient and scale weigh whole rows, so they multiply the m x D side of each product, not the m x n
+        # one. The teacher's logit gradient below is in base 2, which is one more factor.
+        weight = {half.name: np.where(empty, 0, saved["grad"]) * half.scale for half in wanted}
         if teacher in wanted:
-            weight["teacher"] = weight["teacher"] * LN2
+            weight["teacher"] *= LN2
         dq = {half.name: np.zeros(half.q.shape, self._dtype) for half in wanted if f"{half.name}_q" in grads}
-        weighted_q = {half.name: half.weighted(weight[half.name] * LN2) for half in wanted if f"{half.name}_k" in grads}
+        weighted_q = {half.name: half.weighted(weight[half.name]) for half in wanted if f"{half.name}_k" in grads}
         for tile in self._tiles(at):
             u, v = teacher.logits(tile, "u"), student.logits(tile, "v")
             u -= lse_t
@@ -438,4 +437,4 @@ class Runner:
         for half in wanted:
             if half.name in dq:
                 out = grads[f"{half.name}_q"]
-                out[at] = narrow(dq[half.name] * (weight[half.name] * half.scale)[..., None], out.dtype)
+                out[at] = narrow(dq[half.name] * weight[half.name][..., None], out.dtype)
