@@ -170,7 +170,7 @@ def _weight(entry: Entry) -> tuple[int, ...]:
     constants = dict(entry.kernel.constants)
     dims = (constants["SKL_T_DIM"], constants["SKL_S_DIM"])
     # Element-wise loads and a mask need registers of their own.
-    return max(dims), sum(dims), -constants["SKL_TQ_VECTOR"], len(entry.kernel.slots[1][1])
+    return max(dims), sum(dims), -constants.get("SKL_TQ_VECTOR", 1), len(entry.kernel.slots[1][1])
 
 
 def build(listed: Sequence[Entry], jobs: int | None = None, store: bool = False) -> Iterator[Built]:

@@ -100,10 +100,10 @@ struct RowState {
             lse_t = lse_s = -infinity();
             return;
         }
-        const float value = kLn2 * (a / l_t + log2f(l_s / l_t));
-        kl = is_finite(value) ? value : not_a_number();  // an infinity can only come from an infinite or NaN input
+        kl = kLn2 * (a / l_t + log2f(l_s / l_t));
         lse_t = kLn2 * (r_t + log2f(l_t));
         lse_s = kLn2 * (r_s + log2f(l_s));
+        if (!is_finite(kl)) kl = lse_t = lse_s = not_a_number();  // only an infinite or NaN input leads here
     }
 };
 

@@ -39,6 +39,8 @@ constexpr int kPieceChunks = SKL_PIECE_CHUNKS;
 constexpr int kPieceBytes = kPieceChunks * kColumns * 128;
 constexpr int kTeacherPieces = ceil_div(Teacher::kChunks, kPieceChunks);
 constexpr int kPieces = kTeacherPieces + ceil_div(Student::kChunks, kPieceChunks);
+constexpr bool kLong = Teacher::kSteps > kLongDepth;
+constexpr int kFirstHalf = kTeacherPieces / 2;
 constexpr int kQueryBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
 constexpr int kBarrierBytes = 8 * (2 * kRing + 1);
 
@@ -46,16 +48,17 @@ static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup com
 static_assert(sizeof(HopperForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperForwardArgs differ");
 static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
-// Issues the products of one piece into `scores`; `query` and `piece` are descriptors of the first chunk.
+// Issues the products of one piece into `scores`, which start afresh with chunk `start`; `queries` and `piece` are
+// descriptors of the first chunk.
 template <class Side>
-__device__ inline void multiply_piece(float (&scores)[kTiles][4], u64 queries, u64 piece, int first_chunk) {
+__device__ inline void multiply_piece(float (&scores)[kTiles][4], u64 queries, u64 piece, int first_chunk, int start = 0) {
     constexpr int steps = 4 * kPieceChunks;
 #pragma unroll
     for (int k = 0; k < steps; ++k) {
         const int step = 4 * first_chunk + k;
         if (step < Side::kSteps)
             wgmma_64<Side::kHalf, 0, 0>(scores, queries + ((step / 4 * kRows * 128 + step % 4 * 32) >> 4),
-                                        piece + ((k / 4 * kColumns * 128 + k % 4 * 32) >> 4), step > 0);
+                                        piece + ((k / 4 * kColumns * 128 + k % 4 * 32) >> 4), step > 4 * start);
     }
 }
 
@@ -136,14 +139,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1) streamkl_forward
             }
             continue;
         }
-        Strip<kTiles> t, s;
+        Strip<kTiles> t, s, rest;  // rest: the second half of a long head dim
         int previous = 0;
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
             mbarrier_wait(full + 8 * at.slot, at.parity);
             const u64 piece = ring_start + static_cast<u64>(at.slot * (kPieceBytes >> 4));
             wgmma_fence();
-            if (p < kTeacherPieces)
+            if (kLong && p >= kFirstHalf && p < kTeacherPieces)
+                multiply_piece<Teacher>(rest[0], q_t, piece, p * kPieceChunks, kFirstHalf * kPieceChunks);
+            else if (p < kTeacherPieces)
                 multiply_piece<Teacher>(t[0], q_t, piece, p * kPieceChunks);
             else
                 multiply_piece<Student>(s[0], q_s, piece, (p - kTeacherPieces) * kPieceChunks);
@@ -158,6 +163,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1) streamkl_forward
         wgmma_wait<0>();
         settle(t[0]);
         settle(s[0]);
+        if (kLong) {
+            settle(rest[0]);
+            add<kTiles>(t, rest);
+        }
         release(previous);
         absorb_tile<kTiles>(state, t, s, mask, row, mask.full(group_row, min(group_row + 64, n.queries), key, key + kColumns), key,
                             args.teacher_scale, args.student_scale);

@@ -97,6 +97,50 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s,
     }
 }
 
+using OutFragments = FragmentA<OutTile::kCode>[kTiles / 2][kWarpTiles];
+
+// out += score gradients * streamed tile. The matrix unit truncates when it adds; where operands are planes, a tile's many
+// small products are therefore summed apart, and join the long sum by one rounded addition. Beyond a head dim of 192 there
+// are no registers for that.
+__device__ inline void accumulate(Strip<kOutTiles>& out, const OutFragments& a, OutTile streamed) {
+    if constexpr (OutElement::kPlanes == 1 || kOutTiles > 24) {
+#pragma unroll
+        for (int k = 0; k < kTiles / 2; ++k)
+#pragma unroll
+            for (int d = 0; d < kOutTiles; d += 2) {
+                FragmentB2<OutTile::kCode> b;
+                load_b2_transposed(b, streamed, 16 * k, 8 * d);
+#pragma unroll
+                for (int m = 0; m < kWarpTiles; ++m) {
+                    multiply(out[m][d], a[k][m], b, 0);
+                    multiply(out[m][d + 1], a[k][m], b, 1);
+                }
+            }
+    } else {
+#pragma unroll
+        for (int d = 0; d < kOutTiles; d += 2) {
+            Strip<2> part;
+            clear<2>(part);
+#pragma unroll
+            for (int k = 0; k < kTiles / 2; ++k) {
+                FragmentB2<OutTile::kCode> b;
+                load_b2_transposed(b, streamed, 16 * k, 8 * d);
+#pragma unroll
+                for (int m = 0; m < kWarpTiles; ++m) {
+                    multiply(part[m][0], a[k][m], b, 0);
+                    multiply(part[m][1], a[k][m], b, 1);
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+                for (int which = 0; which < 2; ++which)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) out[m][d + which][e] += part[m][which][e];
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_gradient(const __grid_constant__ GradientArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
@@ -228,22 +272,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
                 if constexpr (kSide == kTeacher) return columns_t(i);
                 else return columns_s(i);
             }();
+            FragmentA<OutTile::kCode> a[kTiles / 2][kWarpTiles];
 #pragma unroll
-            for (int k = 0; k < kTiles / 2; ++k) {
-                FragmentA<OutTile::kCode> a[kWarpTiles];
+            for (int k = 0; k < kTiles / 2; ++k)
 #pragma unroll
-                for (int m = 0; m < kWarpTiles; ++m) accumulators_to_a<OutTile::kCode>(a[m], t[m][2 * k], t[m][2 * k + 1]);
-#pragma unroll
-                for (int d = 0; d < kOutTiles; d += 2) {
-                    FragmentB2<OutTile::kCode> b;
-                    load_b2_transposed(b, streamed, 16 * k, 8 * d);
-#pragma unroll
-                    for (int m = 0; m < kWarpTiles; ++m) {
-                        multiply(out[m][d], a[m], b, 0);
-                        multiply(out[m][d + 1], a[m], b, 1);
-                    }
-                }
-            }
+                for (int m = 0; m < kWarpTiles; ++m) accumulators_to_a<OutTile::kCode>(a[k][m], t[m][2 * k], t[m][2 * k + 1]);
+            accumulate(out, a, streamed);
         }
     }
 

@@ -144,6 +144,19 @@ __device__ inline void clear(Strip<TILES>& x) {
             for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
 }
 
+template <int TILES>
+__device__ inline void add(Strip<TILES>& x, const Strip<TILES>& y) {
+#pragma unroll
+    for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[m][n][e] += y[m][n][e];
+}
+
+// The matrix unit truncates when it adds to an accumulator, so a long head dim is summed in two halves.
+constexpr int kLongDepth = 16;  // steps of 16: beyond a head dim of 256
+
 // The elements of one row that this lane holds: row half 0 or 1 of a strip of accumulators.
 template <int TILES>
 struct FragmentRow {

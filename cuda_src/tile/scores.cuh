@@ -2,18 +2,16 @@
 #pragma once
 #include "tile/fragment.cuh"
 
-// out = stationary rows from `row` on * streamed rows^T. Unrolling lets loads run ahead of products and costs registers and code: the
-// plan says how far. The matrix unit truncates when it adds, so the small products of planes are summed on their own:
-// each sum then sees one addition per step instead of one per plane pair.
+// out += stationary rows from `row` on * streamed rows^T over the steps [first, end) of the head dim. Unrolling lets loads
+// run ahead of products and costs registers and code: the plan says how far. The small products of planes are summed on
+// their own: each sum then sees one truncating addition per step instead of one per plane pair.
 template <int TILES, class T>
-__device__ inline void scores(Strip<TILES>& out, T stationary, int row, T streamed) {
-    constexpr int depth = T::kDepth / 16;
+__device__ inline void add_scores(Strip<TILES>& out, T stationary, int row, T streamed, int first, int end) {
     constexpr bool split = T::E::kPlanes > 1;
     Strip<split ? TILES : 1> small;
-    clear<TILES>(out);
     if constexpr (split) clear<TILES>(small);
 #pragma unroll(SKL_UNROLL)
-    for (int k = 0; k < depth; ++k) {
+    for (int k = first; k < end; ++k) {
         FragmentA<T::kCode> a[kWarpTiles];
 #pragma unroll
         for (int m = 0; m < kWarpTiles; ++m) load_a(a[m], stationary, row + 16 * m, 16 * k);
@@ -30,12 +28,21 @@ __device__ inline void scores(Strip<TILES>& out, T stationary, int row, T stream
                 }
         }
     }
-    if constexpr (split) {
-#pragma unroll
-        for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < TILES; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out[m][n][e] += small[m][n][e];
+    if constexpr (split) add<TILES>(out, small);
+}
+
+// out = stationary rows from `row` on * streamed rows^T.
+template <int TILES, class T>
+__device__ inline void scores(Strip<TILES>& out, T stationary, int row, T streamed) {
+    constexpr int depth = T::kDepth / 16;
+    clear<TILES>(out);
+    if constexpr (depth <= kLongDepth) {
+        add_scores<TILES>(out, stationary, row, streamed, 0, depth);
+    } else {
+        Strip<TILES> rest;
+        clear<TILES>(rest);
+        add_scores<TILES>(out, stationary, row, streamed, 0, depth / 2);
+        add_scores<TILES>(rest, stationary, row, streamed, depth / 2, depth);
+        add<TILES>(out, rest);
     }
 }

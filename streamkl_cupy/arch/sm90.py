@@ -21,6 +21,7 @@ _FORWARD = (
     TileRow(16, 1, COLUMNS, 12, 1, 64, "four warpgroups hide latency better than any explicit overlap of two or three"),
     TileRow(16, 1, COLUMNS, 6, 1, 128, "the same; pieces of 128 columns halve the barriers"),
     TileRow(8, 1, COLUMNS, 12, 1, 128, "few rows in all: twice the blocks"),
+    TileRow(16, 1, COLUMNS, 8, 1, 256, "320 columns of both sides together"),
     TileRow(12, 1, COLUMNS, 10, 1, 256, "192 rows where 256 do not fit"),
     TileRow(8, 1, COLUMNS, 8, 1, 576, "128 rows where 192 do not fit"),
     TileRow(8, 1, COLUMNS, 6, 1, 576, "576 and 128 together"),
