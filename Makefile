@@ -1,6 +1,5 @@
 # The commands to remember. PYTHON names another interpreter.
 PYTHON ?= python
-export OMP_NUM_THREADS ?= 2
 
 .PHONY: check test-cpu test-gpu sanitize bench
 

@@ -9,6 +9,12 @@ import secrets
 import zlib
 from typing import Any
 
+# Before NumPy is imported. These products are small: several BLAS threads spend their time waiting for each other, and
+# on busy cores they make a run several times longer.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
