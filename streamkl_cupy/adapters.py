@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,9 +92,10 @@ class Adapter:
         """Address of an array that `allocate` made."""
         raise NotImplementedError
 
-    def planes(self, x: Any) -> tuple[Any, ...]:
-        """The arrays along the first axis of one that `allocate` made."""
-        return tuple(x[i] for i in range(len(x)))
+    def allocate_planes(self, like: ArrayView, count: int, shape: tuple[int, ...], dtype: str) -> tuple[int, Any]:
+        """`count` arrays of a shape one after the other in one allocation, and the address of the first."""
+        whole = self.allocate(like, (count, *shape), dtype)
+        return self.address(whole), tuple(whole[i] for i in range(count))
 
     def stream(self, index: int) -> int:
         """Handle of the current stream of GPU `index`."""
@@ -136,20 +138,32 @@ class CuPy(NumPy):
         self.cupy = cupy
 
     def read(self, name: str, x: Any) -> ArrayView:
-        return self.view(name, x, cuda(x.data.device_id))
+        # The short way for what is as it should be; the shared way knows how to complain.
+        data, dtype = x.data, _NUMPY_NAMES.get(x.dtype)
+        device = cuda(data.device_id)
+        if dtype is None:
+            return self.view(name, x, device)
+        ptr, size = data.ptr, ITEMSIZE[dtype]
+        layout = settle(x.shape, x.strides, size)
+        if layout is None or ptr % size:
+            return self.view(name, x, device)
+        return ArrayView(name, "cupy", device, dtype, layout[0], layout[1], ptr, x)
 
     def allocate(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> Any:
         # CuPy allocates on the current device, from that device's current stream.
         with self.cupy.cuda.Device(like.device.index):
             return self.cupy.empty(shape, _NUMPY_TYPES[dtype])
 
+    def allocate_planes(self, like: ArrayView, count: int, shape: tuple[int, ...], dtype: str) -> tuple[int, Any]:
+        # From the memory up, because indexing an array costs the host more than all of this.
+        make, kind = self.cupy.ndarray, _NUMPY_TYPES[dtype]
+        step = prod(shape) * ITEMSIZE[dtype]
+        with self.cupy.cuda.Device(like.device.index):
+            memory = self.cupy.cuda.alloc(count * step)
+            return int(memory.ptr), tuple(make(shape, kind, memory + i * step) for i in range(count))
+
     def address(self, x: Any) -> int:
         return int(x.data.ptr)
-
-    def planes(self, x: Any) -> tuple[Any, ...]:
-        # Indexing costs the host three times as much.
-        make, shape, step = self.cupy.ndarray, x.shape[1:], x.strides[0]
-        return tuple(make(shape, x.dtype, x.data + i * step) for i in range(len(x)))
 
     def stream(self, index: int) -> int:
         return int(self.cupy.cuda.get_current_stream(index).ptr)
@@ -234,8 +248,9 @@ class Torch(Adapter):
     def address(self, x: Any) -> int:
         return int(x.data_ptr())
 
-    def planes(self, x: Any) -> tuple[Any, ...]:
-        return x.unbind(0)  # type: ignore[no-any-return]
+    def allocate_planes(self, like: ArrayView, count: int, shape: tuple[int, ...], dtype: str) -> tuple[int, Any]:
+        whole = self.allocate(like, (count, *shape), dtype)
+        return whole.data_ptr(), whole.unbind(0)
 
     def stream(self, index: int) -> int:
         if self.raw_stream is not None:

@@ -154,8 +154,9 @@ def attention_kl(
         validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
     stats = calls.forward(inputs, ready)
     kl, teacher_lse, student_lse = (view.array for view in stats)
-    with arrays.on_device(inputs.student_q):
-        kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, row_weight, reduction)
+    if row_weight is not None or reduction != "none":
+        with arrays.on_device(inputs.student_q):
+            kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, row_weight, reduction)
     return KLForward(kl, teacher_lse, student_lse) if return_lse else kl
 
 

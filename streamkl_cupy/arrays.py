@@ -136,9 +136,7 @@ def empty_rows(like: ArrayView, shape: tuple[int, ...], dtype: str) -> RowStats:
     """The three row arrays in one allocation, which costs the host more than all the rest of a call."""
     framework = native(like)
     adapter = ADAPTERS[framework]
-    array = adapter.allocate(like, (3, *shape), dtype)
-    kl, teacher_lse, student_lse = adapter.planes(array)
-    ptr = adapter.address(array)
+    ptr, (kl, teacher_lse, student_lse) = adapter.allocate_planes(like, 3, shape, dtype)
     strides, step = _compact(shape, ITEMSIZE[dtype])
     device = like.device
     return RowStats(

@@ -9,6 +9,7 @@ skips the Function as well.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -167,6 +168,10 @@ class _AttentionKL(torch.autograd.Function):
             return (None, None, None, None, *unused)
         grads = _AttentionKLBackward.apply(grad, *ctx.saved_tensors, wanted, *ctx.options)  # type: ignore[no-untyped-call]
         return (*(g if w else None for g, w in zip(grads, wanted)), *unused)
+
+
+# torch binds the arguments at every call; a signature that lies ready saves it the work of making one each time.
+_AttentionKL.forward.__signature__ = inspect.signature(_AttentionKL.forward)  # type: ignore[attr-defined]
 
 
 class _EagerAttentionKL(_AttentionKL):
