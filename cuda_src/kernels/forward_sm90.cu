@@ -48,20 +48,6 @@ static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup com
 static_assert(sizeof(HopperForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperForwardArgs differ");
 static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
-// Issues the products of one piece into `scores`, which start afresh with chunk `start`; `queries` and `piece` are
-// descriptors of the first chunk.
-template <class Side>
-__device__ inline void multiply_piece(float (&scores)[kTiles][4], u64 queries, u64 piece, int first_chunk, int start = 0) {
-    constexpr int steps = 4 * kPieceChunks;
-#pragma unroll
-    for (int k = 0; k < steps; ++k) {
-        const int step = 4 * first_chunk + k;
-        if (step < Side::kSteps)
-            wgmma_64<Side::kHalf, 0, 0>(scores, queries + ((step / 4 * kRows * 128 + step % 4 * 32) >> 4),
-                                        piece + ((k / 4 * kColumns * 128 + k % 4 * 32) >> 4), step > 4 * start);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads + 128, 1) streamkl_forward(const __grid_constant__ HopperForwardArgs all) {
     extern __shared__ unsigned char shared[];
     const ForwardArgs& args = all.base;
@@ -147,11 +133,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1) streamkl_forward
             const u64 piece = ring_start + static_cast<u64>(at.slot * (kPieceBytes >> 4));
             wgmma_fence();
             if (kLong && p >= kFirstHalf && p < kTeacherPieces)
-                multiply_piece<Teacher>(rest[0], q_t, piece, p * kPieceChunks, kFirstHalf * kPieceChunks);
+                multiply_rows<Teacher, kRows, kPieceChunks>(rest[0], q_t, piece, p * kPieceChunks, kFirstHalf * kPieceChunks);
             else if (p < kTeacherPieces)
-                multiply_piece<Teacher>(t[0], q_t, piece, p * kPieceChunks);
+                multiply_rows<Teacher, kRows, kPieceChunks>(t[0], q_t, piece, p * kPieceChunks);
             else
-                multiply_piece<Student>(s[0], q_s, piece, (p - kTeacherPieces) * kPieceChunks);
+                multiply_rows<Student, kRows, kPieceChunks>(s[0], q_s, piece, (p - kTeacherPieces) * kPieceChunks);
             wgmma_commit();
             if (p > 0) {
                 wgmma_wait<1>();

@@ -26,6 +26,20 @@ __device__ inline void load_chunks(u32 shared, const TensorMap& map, u32 barrier
         tma_load(shared + c * ROWS * 128, map, barrier, 64 * (first_chunk + c), row, head, batch);
 }
 
+// Issues scores = stationary rows * streamed rows^T over CHUNKS chunks of the head dim, `first_chunk` on; the scores start
+// afresh with chunk `start`. Descriptors of the warpgroup's rows in the first chunk of a tile of ROWS rows, and of the chunk
+// `first_chunk` of as many streamed rows as the scores have columns.
+template <class Side, int ROWS, int CHUNKS, int TILES>
+__device__ inline void multiply_rows(float (&scores)[TILES][4], u64 stationary, u64 streamed, int first_chunk, int start = 0) {
+#pragma unroll
+    for (int k = 0; k < 4 * CHUNKS; ++k) {
+        const int step = 4 * first_chunk + k;
+        if (step < Side::kSteps)
+            wgmma<Side::kHalf, 0, 0>(scores, stationary + ((step / 4 * ROWS * 128 + step % 4 * 32) >> 4),
+                                     streamed + ((k / 4 * TILES * 1024 + k % 4 * 32) >> 4), step > 4 * start);
+    }
+}
+
 // Position in a ring of buffers: which one, and the parity of its current round.
 template <int COUNT>
 struct RingCursor {
