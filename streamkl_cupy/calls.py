@@ -18,6 +18,7 @@ class Ready(NamedTuple):
     problem: Problem
     row_shape: tuple[int, ...]
     stat_dtype: str
+    workspace_bytes: int
 
 
 LIMIT = 1024
@@ -36,7 +37,8 @@ def prepare(inputs: Inputs, chosen: Options) -> Ready:
     ready = _ready.get(key)
     if ready is None:
         problem = validate.to_problem(inputs, chosen)
-        ready = Ready(runner_for(problem), problem, problem.row_shape, problem.stat_dtype)
+        runner = runner_for(problem)
+        ready = Ready(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
         _remember(_ready, key, ready)
     return ready
 
@@ -100,9 +102,20 @@ def forward(inputs: Inputs, ready: Ready) -> RowStats:
     """Allocate row results and launch."""
     like = inputs.student_q
     outputs = arrays.empty_rows(like, ready.row_shape, ready.stat_dtype)
-    ready.runner.forward(inputs, outputs, arrays.stream_of(like))
+    launch_forward(inputs, ready, outputs)
     arrays.hold(inputs)
     return outputs
+
+
+def launch_forward(inputs: Inputs, ready: Ready, outputs: RowStats) -> None:
+    """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
+    like = inputs.student_q
+    stream = arrays.stream_of(like)
+    if ready.workspace_bytes:
+        workspace = arrays.empty(like, (ready.workspace_bytes // 4,), "float32")
+        ready.runner.forward(inputs, outputs, stream, workspace.ptr)
+    else:
+        ready.runner.forward(inputs, outputs, stream)
 
 
 def backward(inputs: Inputs, ready: Ready, saved: Saved, wrt: tuple[str, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -27,18 +28,20 @@ if TYPE_CHECKING:
     from .arrays import Gradients, Inputs, RowStats, Saved
 
 LOG2E = 1.4426950408889634
+UNSPLIT = "unsplit forward"
 
 # The structs of cuda_src/common/args.cuh, field by field.
 _TENSOR4 = struct.Struct("=Q4q")
 _TENSOR3 = struct.Struct("=Q3q")
-_EXTENTS = struct.Struct("=8i4q")
-_FORWARD_TAIL = struct.Struct("=2f")
+_EXTENTS = struct.Struct("=10i4q")
+_FORWARD_TAIL = struct.Struct("=2fQ")
 _GRADIENT_TAIL = struct.Struct("=3fi")
 
 # Where pointers lie in the structs, counted in 8-byte words.
 _OPERANDS = tuple(i * _TENSOR4.size // 8 for i in range(4))
 _ROWS = tuple((4 * _TENSOR4.size + i * _TENSOR3.size) // 8 for i in range(4))
 _OUT = (4 * _TENSOR4.size + 4 * _TENSOR3.size) // 8
+_WORKSPACE = (4 * _TENSOR4.size + 3 * _TENSOR3.size + _EXTENTS.size + _FORWARD_TAIL.size) // 8 - 1
 
 
 @lru_cache(maxsize=64)
@@ -134,22 +137,37 @@ class Runner:
         self._guard = cupy.cuda.Device(problem.device.index)
         self.problem = problem
         self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
+        self.workspace_bytes = self.plan.workspace_bytes
         self._kernels: dict[str, _Kernel] = {}
         self._empty_rows = 0 in (problem.batch, problem.heads, problem.queries)
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
         """Compile, load and configure the forward and the gradients `wrt`; nothing is left for a first call to do."""
         with self._guard:
-            for name in ("forward", *wrt):
+            split = (UNSPLIT, "combine") if self.plan.combine else ()
+            for name in ("forward", *split, *wrt):
                 self._kernel(name, None)
 
-    def forward(self, inputs: Inputs, outputs: RowStats, stream: int) -> None:
-        """Launch the forward; every element of the outputs is written."""
+    def forward(self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0) -> None:
+        """Launch the forward; every element of the outputs is written.
+
+        `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split.
+        """
         if self._empty_rows:
             return
+        name = "forward" if workspace or not self.plan.combine else UNSPLIT
         with self._guard:
-            kernel = self._kernels.get("forward") or self._kernel("forward", stream)
-            kernel(_addresses(inputs), [(word, x.ptr) for word, x in zip(_ROWS, outputs)], stream)
+            kernel = self._kernels.get(name) or self._kernel(name, stream)
+            combine = None
+            if workspace:
+                combine = self._kernels.get("combine") or self._kernel("combine", stream)
+            pointers = [(word, x.ptr) for word, x in zip(_ROWS, outputs)]
+            if combine is None:
+                kernel(_addresses(inputs), pointers, stream)
+            else:
+                pointers.append((_WORKSPACE, workspace))
+                kernel(_addresses(inputs), pointers, stream)
+                combine(_addresses(inputs), pointers, stream)
 
     def backward(self, inputs: Inputs, saved: Saved, outputs: Gradients, stream: int) -> None:
         """Launch the gradients that `outputs` has room for; every element of them is written."""
@@ -168,8 +186,16 @@ class Runner:
                     continue
                 kernel(_addresses(inputs), ((_OUT, out.ptr),), stream, rows)
 
+    def _kernel_plan(self, name: str) -> KernelPlan:
+        forward = self.plan.forward
+        if name == UNSPLIT:
+            return replace(forward, splits=1, blocks=forward.blocks // forward.splits)
+        if name == "combine" and self.plan.combine:
+            return self.plan.combine
+        return forward if name == "forward" else self.plan.gradient(name)
+
     def _kernel(self, name: str, stream: int | None) -> Any:
-        plan = self.plan.forward if name == "forward" else self.plan.gradient(name)
+        plan = self._kernel_plan(name)
         if stream is not None and self._runtime.streamIsCapturing(stream):
             raise CaptureError(
                 f"the {name} kernel of this problem is not loaded, and loading cannot be captured into a CUDA graph: "
@@ -196,13 +222,15 @@ def _template(problem: Problem, plan: KernelPlan) -> bytes:
         max(problem.student.group, 1),
         plan.tiles,
         plan.head_group,
+        plan.splits,
+        0,
         *mask,
         *[0] * (4 - len(mask)),
     )
     scales = (problem.teacher.scale * LOG2E, problem.student.scale * LOG2E)
     rows = _TENSOR3.pack(0, *problem.row_strides())
-    if plan.name == "forward":
-        return operands + rows * 3 + extents + _FORWARD_TAIL.pack(*scales)
+    if plan.name in ("forward", "combine"):
+        return operands + rows * 3 + extents + _FORWARD_TAIL.pack(*scales, 0)
     side = problem.teacher if plan.name.startswith("teacher") else problem.student
     out = _TENSOR4.pack(0, *problem.compact_input_strides(plan.name))
     return operands + rows * 4 + out + extents + _GRADIENT_TAIL.pack(*scales, side.scale, 0)

@@ -288,6 +288,8 @@ class _Totals:
 class Runner:
     """Runs one problem on CPU arrays; may be kept, and called again with other arrays of the same problem."""
 
+    workspace_bytes = 0  # scratch is its own
+
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.plan = make_plan(problem)

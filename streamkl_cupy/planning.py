@@ -6,10 +6,11 @@ launch shape. It prints itself completely, so a bug report that holds `print(pla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .arch import ELEMENT_BYTES, ELEMENT_CODES, PLANES, DeviceFacts, Family, TileRow, Work, families
+from .arch import ARGS_BYTES, ELEMENT_BYTES, ELEMENT_CODES, PLANES, DeviceFacts, Family, TileRow, Work, families
 from .divergences import DIVERGENCES
 from .masks import MASKS
 from .problem import INPUT_NAMES, Problem
@@ -18,6 +19,7 @@ MAX_DIM = 256
 MAX_TEACHER_DIM = 576
 MAX_GRID = 2**31 - 1
 MAX_ROWS = 2**30
+MIN_TILES_PER_SHARE = 4  # shorter shares cost more in starting and merging than they save
 
 # Streamed operands of heads that run side by side should stay in the L2 cache, which is 40 MB and more on the GPUs that
 # have long rows to stream. On smaller caches the order costs nothing but the locality it would have had.
@@ -48,12 +50,15 @@ class KernelPlan:
     args_bytes: int
     boxes: tuple[tuple[str, int], ...]
     """Inputs read through tensor maps, with the rows of a box."""
+    splits: int = 1
+    """Blocks that share the streamed rows of one row tile."""
 
     def __str__(self) -> str:
         t = self.tile
         return (
             f"{self.name}: {self.entry} for {self.arch}, {self.blocks} blocks x {self.threads} threads, "
             f"{t.rows} rows x {t.columns} columns, {t.stages} stages, {self.smem_bytes} B shared"
+            + (f", keys split over {self.splits} blocks" if self.splits > 1 else "")
             + (f" ({self.reason})" if self.reason else "")
         )
 
@@ -65,7 +70,10 @@ class Plan:
     problem: Problem
     forward: KernelPlan
     gradients: tuple[tuple[str, KernelPlan], ...]
+    combine: KernelPlan | None = None
+    """Joins the shares of a forward whose keys are split."""
     workspace_bytes: int = 0
+    """Partial row states of such a forward; without them it runs unsplit."""
 
     def gradient(self, name: str) -> KernelPlan:
         for key, kernel in self.gradients:
@@ -86,6 +94,7 @@ class Plan:
             ),
             f"  workspace {self.workspace_bytes} B",
             f"  {self.forward}",
+            *([f"  {self.combine}"] if self.combine else []),
             *(f"  {kernel}" for _, kernel in self.gradients),
         ]
         return "\n".join(lines)
@@ -119,10 +128,15 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
             f"M={problem.queries}, N={problem.keys}: kernels count rows up to {MAX_ROWS}; split the call"
         )
     wanted = [name for name in INPUT_NAMES if problem.operand(name).dim <= MAX_DIM]
+    forward = _kernel(Work(problem, "forward"), facts)
+    rows = problem.batch * problem.heads * problem.queries
+    split = forward.splits > 1
     return Plan(
         problem=problem,
-        forward=_kernel(Work(problem, "forward"), facts),
+        forward=forward,
         gradients=tuple((name, _kernel(Work(problem, name), facts)) for name in wanted),
+        combine=_combine(forward, rows) if split else None,
+        workspace_bytes=4 * DIVERGENCES["kl"].state_floats * forward.splits * rows if split else 0,
     )
 
 
@@ -143,6 +157,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
     tile = _tile(family, work, facts)
     tiles = -(-work.rows // tile.rows)
     blocks = problem.batch * work.heads * tiles
+    splits = _splits(blocks, -(-problem.keys // tile.columns), facts) if kind == "forward" else 1
     if blocks > MAX_GRID:
         raise NotImplementedError(
             f"{work.name}: {blocks} blocks (batch {problem.batch} x heads {work.heads} x row tiles {tiles}) exceed the "
@@ -181,11 +196,47 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         tile=tile,
         smem_bytes=smem_bytes,
         tiles=tiles,
-        blocks=blocks,
+        blocks=blocks * splits,
+        splits=splits,
         head_group=_head_group(problem, work.rows_are_keys),
         threads=family.threads(tile),
         args_bytes=family.args_bytes(kind),
         boxes=family.boxes(work, tile),
+    )
+
+
+def _splits(blocks: int, key_tiles: int, facts: DeviceFacts) -> int:
+    """Into how many shares the keys go: the fewest that fill the GPU's last wave nearly as well as any number would."""
+    most = min(key_tiles // MIN_TILES_PER_SHARE, -(-2 * facts.multiprocessors // max(blocks, 1)))
+    if blocks * 5 >= facts.multiprocessors * 4 or most < 2:
+        return 1
+
+    def filled(shares: int) -> float:
+        waves = blocks * shares / facts.multiprocessors
+        return waves / math.ceil(waves)
+
+    best = max(filled(shares) for shares in range(1, most + 1))
+    return next(shares for shares in range(1, most + 1) if filled(shares) >= 0.85 * best)
+
+
+def _combine(forward: KernelPlan, rows: int) -> KernelPlan:
+    """The kernel that joins the shares of `forward`, a thread to a row."""
+    threads = 128
+    arch = forward.arch.rstrip("a")
+    constants = {"SKL_ARGS_BYTES": ARGS_BYTES["forward"], "SKL_THREADS": threads}
+    return replace(
+        forward,
+        name="combine",
+        reason="",
+        entry="kernels/combine.cu",
+        symbol="streamkl_combine",
+        arch=arch,
+        constants=tuple(sorted(constants.items())),
+        smem_bytes=0,
+        blocks=-(-rows // threads),
+        threads=threads,
+        args_bytes=ARGS_BYTES["forward"],
+        boxes=(),
     )
 
 
@@ -197,7 +248,8 @@ def _head_group(problem: Problem, queries_stream: bool) -> int:
 
 
 def _tile(family: Family, work: Work, facts: DeviceFacts) -> TileRow:
-    """The first fitting row that wastes no half of a tile and keeps the GPU busy; else the one with the most blocks."""
+    """The first fitting row that wastes no half of a tile and keeps the GPU busy; else the one with the most blocks, of
+    these the one with the least rows."""
     fitting = family.fitting(work, facts)
     pairs = work.problem.batch * work.heads
 
@@ -207,4 +259,4 @@ def _tile(family: Family, work: Work, facts: DeviceFacts) -> TileRow:
     for row in fitting:
         if blocks(row) * 5 >= facts.multiprocessors * 4 and row.rows < 2 * max(work.rows, 16):
             return row
-    return max(fitting, key=lambda row: (blocks(row), -fitting.index(row)))
+    return max(fitting, key=lambda row: (blocks(row), -row.rows, -fitting.index(row)))

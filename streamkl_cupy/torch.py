@@ -229,7 +229,7 @@ def _launch_forward(
     ready = calls.prepare(inputs, Options(*options))
     # Three allocations, where the direct path makes one: operator outputs must not share memory.
     rows = RowStats(*(arrays.empty(inputs.student_q, ready.row_shape, ready.stat_dtype) for _ in range(3)))
-    ready.runner.forward(inputs, rows, arrays.stream_of(inputs.student_q))
+    calls.launch_forward(inputs, ready, rows)
     return rows.kl.array, rows.teacher_lse.array, rows.student_lse.array
 
 

@@ -292,6 +292,7 @@ class FakeRunner:
     """Counts instead of computing."""
 
     made = 0
+    workspace_bytes = 0
     warmed: tuple[Any, ...] = ()
 
     def __init__(self, problem: Any) -> None:

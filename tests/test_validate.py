@@ -19,6 +19,7 @@ S = dict(zip(INPUT_NAMES, [(2, 4, 7, 8), (2, 2, 9, 8), (2, 4, 7, 16), (2, 1, 9, 
 def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     class Runner:
         plan = "a plan"
+        workspace_bytes = 0
 
         def __init__(self, problem: Any) -> None:
             pass

@@ -19,6 +19,7 @@ struct Extents {
     int teacher_group, student_group;  // query heads that read one key head
     int tiles;                         // row tiles of this launch per head
     int head_group;                    // heads that run side by side
+    int splits, reserved;              // blocks that share the keys of one row tile
     i64 mask[4];                       // the mask's own integers, in the registry's order
 };
 
@@ -31,6 +32,7 @@ struct ForwardArgs {
     Tensor3 value, teacher_lse, student_lse;  // outputs, nats
     Extents n;
     float teacher_scale, student_scale;    // times log2(e): kernels work in base 2
+    u64 workspace;                         // partial row states where keys are split: [field][split][B H][M] floats
 };
 
 struct GradientArgs {

@@ -6,6 +6,7 @@
 //                              base 2 after scaling by ct, cs. A pair at kMasked (with scales 1) counts for nothing.
 //     merge(other)             joins two states over disjoint keys
 //     shuffle(mask)            the state of the lane `mask` away
+//     store(to, stride), load(from, stride)  the state as floats in memory (their number stands in the registry)
 //     finish(value, lse_t, lse_s) value of the row and the two natural log-sum-exps; a row without keys gives 0, -inf, -inf
 //
 //   struct LogitGradient<side> derivative of a row's value by one logit, up to a constant:

@@ -94,6 +94,17 @@ struct RowState {
                 __shfl_xor_sync(~0u, l_s, mask), __shfl_xor_sync(~0u, a, mask)};
     }
 
+    // As floats `stride` apart, for another block to merge.
+    __device__ void store(float* to, i64 stride) const {
+        const float fields[] = {r_t, r_s, l_t, l_s, a};
+#pragma unroll
+        for (int i = 0; i < 5; ++i) to[i * stride] = fields[i];
+    }
+
+    __device__ static RowState load(const float* from, i64 stride) {
+        return {from[0], from[stride], from[2 * stride], from[3 * stride], from[4 * stride]};
+    }
+
     __device__ void finish(float& kl, float& lse_t, float& lse_s) const {
         if (r_t == kUnseen && l_t == 0.f && l_s == 0.f && a == 0.f) {
             kl = 0.f;

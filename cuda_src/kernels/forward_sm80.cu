@@ -35,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, n.queries);
     const Range keys = mask.keys_of(first_row, end_row);
-    const int first_tile = keys.begin / kColumns, tiles = keys.empty() ? 0 : ceil_div(keys.end, kColumns) - first_tile;
+    const Range visited = tiles_of(keys, kColumns, block, n);
+    const int first_tile = visited.begin, tiles = visited.end - first_tile;
 
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile tq{base};

@@ -71,8 +71,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1) streamkl_forward
     __syncthreads();
 
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, n.queries);
-    const Range keys = mask.keys_of(first_row, end_row);
-    const int first_tile = keys.begin / kColumns, end_tile = keys.empty() ? first_tile : ceil_div(keys.end, kColumns);
+    const Range tiles = tiles_of(mask.keys_of(first_row, end_row), kColumns, block, n);
     RingCursor<kRing> at;
 
     if (group == kGroups) {
@@ -82,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1) streamkl_forward
             load_chunks<kRows>(queries_t, all.teacher_q, queries_here, 0, Teacher::kChunks, first_row, block.head, block.batch);
             load_chunks<kRows>(queries_s, all.student_q, queries_here, 0, Student::kChunks, first_row, block.head, block.batch);
             const int head_t = block.head / n.teacher_group, head_s = block.head / n.student_group;
-            for (int tile = end_tile - 1; tile >= first_tile; --tile) {
+            for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
 #pragma unroll
                 for (int p = 0; p < kPieces; ++p) {
                     const bool teacher = p < kTeacherPieces;
@@ -115,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1) streamkl_forward
     };
     mbarrier_wait(queries_here, 0);
 
-    for (int tile = end_tile - 1; tile >= first_tile; --tile) {
+    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
         const int key = tile * kColumns;
         if (group_row >= n.queries || key >= mine.end || key + kColumns <= mine.begin) {
             for (int p = 0; p < kPieces; ++p) {

@@ -13,7 +13,7 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PLANES = {"highest": 3, "high": 2}
 
 # Bytes of the argument structs in cuda_src/common/args.cuh; launch.py packs them, the kernels assert them.
-ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + 64 + 8, "gradient": 4 * 40 + 4 * 32 + 40 + 64 + 16}
+ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + 72 + 16, "gradient": 4 * 40 + 4 * 32 + 40 + 72 + 16}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,21 @@
+// Joins the row states that the blocks of a split forward left behind. One thread per row; shares are merged in their order,
+// so the result does not depend on who finished first.
+#include "common/args.cuh"
+#include "common/math.cuh"
+#include "@divergence"
+
+static_assert(sizeof(ForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and ForwardArgs differ");
+
+extern "C" __global__ void __launch_bounds__(SKL_THREADS) streamkl_combine(const __grid_constant__ ForwardArgs args) {
+    const Extents& n = args.n;
+    const i64 rows = static_cast<i64>(n.batch) * n.heads * n.queries;
+    const i64 index = static_cast<i64>(blockIdx.x) * SKL_THREADS + threadIdx.x;
+    if (index >= rows) return;
+    const float* const from = reinterpret_cast<const float*>(args.workspace) + index;
+    RowState state = RowState::load(from, n.splits * rows);
+    for (int split = 1; split < n.splits; ++split) state.merge(RowState::load(from + split * rows, n.splits * rows));
+    const int r = static_cast<int>(index % n.queries), pair = static_cast<int>(index / n.queries);
+    const int b = pair / n.heads, h = pair % n.heads;
+    state.finish(args.value.at(b, h)[r * args.value.row], args.teacher_lse.at(b, h)[r * args.teacher_lse.row],
+                 args.student_lse.at(b, h)[r * args.student_lse.row]);
+}

@@ -1,0 +1,154 @@
+"""What is planned for which problem and GPU: pure functions of values, so every architecture is tested everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from streamkl_cupy import launch
+from streamkl_cupy.arch import ARGS_BYTES, Work, families, sm80, sm90
+from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
+from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def problem(M: int = 8192, N: int = 8192, dims: tuple[int, int] = (64, 64), **options: Any) -> Problem:
+    dtypes = options.pop("dtypes", ("bfloat16", "bfloat16"))
+    heads, key_heads, strides = options.pop("heads", 8), options.pop("key_heads", None), options.pop("strides", None)
+
+    def operand(h: int, rows: int, dim: int, dtype: str) -> Operand:
+        return Operand(
+            h, rows, dim, dtype, strides or (h * rows * dim, rows * dim, dim, 1), options.get("aligned", True)
+        )
+
+    sides = [
+        Side(operand(heads, M, d, t), operand(key_heads or heads, N, d, t), d**-0.5)
+        for d, t in zip(dims, dtypes, strict=True)
+    ]
+    options.pop("aligned", None)
+    return Problem(
+        options.pop("batch", 1), heads, M, N, *sides, options.pop("mask", MaskSpec()), Device("cuda"), **options
+    )
+
+
+def plan(arch: str = "sm_90", **what: Any) -> Plan:
+    return make_plan(problem(**what), facts_for_arch(arch))
+
+
+def kernels(p: Plan) -> list[Any]:
+    return [p.forward, *(kernel for _, kernel in p.gradients), *([p.combine] if p.combine else [])]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "dims", [(1, 3), (64, 64), (80, 72), (128, 128), (192, 128), (256, 256), (576, 128), (512, 64)]
+)
+@pytest.mark.parametrize("dtypes", [("bfloat16",) * 2, ("float32",) * 2, ("float16", "float32")])
+def test_every_plan_fits_its_gpu(arch: str, dims: tuple[int, int], dtypes: tuple[str, str]) -> None:
+    facts = facts_for_arch(arch)
+    p = plan(arch, dims=dims, dtypes=dtypes)
+    for kernel in kernels(p):
+        assert kernel.smem_bytes <= facts.smem_per_block
+        assert kernel.threads <= 1024
+        assert kernel.threads % 32 == 0
+        assert kernel.blocks == 8 * kernel.tiles * kernel.splits
+    assert [name for name, _ in p.gradients] == [n for n in INPUT_NAMES if dims[n.startswith("student")] <= 256]
+    assert str(p) == str(plan(arch, dims=dims, dtypes=dtypes))
+
+
+def test_hopper_runs_what_it_can_and_says_why_not() -> None:
+    assert plan().forward.family == "sm90"
+    assert plan().forward.arch == "sm_90a"
+    assert plan().forward.reason == ""
+    for arch in ARCHS:
+        if arch != "sm_90":
+            assert plan(arch).forward.family == "sm80"
+    for what, reason in (
+        ({"dtypes": ("float32", "float32")}, "16-bit elements"),
+        ({"dims": (60, 64)}, "multiples of 8"),
+        ({"aligned": False}, "teacher_q: its rows must start on 16-byte boundaries"),
+        ({"strides": (0, -64 * 8192, 64, 1)}, "teacher_q: its strides must be positive"),
+        ({"N": 0}, "cannot be empty"),
+    ):
+        forward = plan(**what).forward
+        assert forward.family == "sm80"
+        assert reason in forward.reason
+        assert forward.reason in str(plan(**what))
+
+
+def test_few_rows_split_their_keys_and_many_do_not() -> None:
+    for arch, M, heads, N in itertools.product(("sm_80", "sm_90"), (1, 64, 256), (1, 4), (100_000, 1_000_000)):
+        p = plan(arch, M=M, heads=heads, N=N, dims=(128, 128))
+        # At least three quarters of the multiprocessors have a block.
+        assert p.forward.blocks * 4 >= 3 * facts_for_arch(arch).multiprocessors
+        assert p.forward.splits > 1
+        assert p.combine is not None
+        assert p.workspace_bytes == 20 * p.forward.splits * M * heads
+        assert "keys split over" in str(p)
+    for what in ({}, {"M": 128, "heads": 1000, "N": 128}, {"M": 1, "heads": 1, "N": 200}):
+        p = plan(**what)
+        assert p.forward.splits == 1
+        assert p.combine is None
+        assert p.workspace_bytes == 0
+
+
+def test_limits_are_errors() -> None:
+    with pytest.raises(NotImplementedError, match=f"kernels count rows up to {MAX_ROWS}; split the call"):
+        plan(M=MAX_ROWS + 1)
+    with pytest.raises(NotImplementedError, match="exceed the grid limit of 2147483647; split the batch"):
+        plan(M=1 << 20, heads=1 << 20)
+    old = replace(facts_for_arch("sm_80"), compute_capability=(7, 5), name="T4")
+    with pytest.raises(NotImplementedError, match=r"GPU T4 has compute capability 7.5; kernels are built for 8.0"):
+        make_plan(problem(), old)
+    with pytest.raises(
+        NotImplementedError, match=r"576 .float32. and 256 .float32. need more shared memory than the 101376 B"
+    ):
+        plan("sm_89", dims=(576, 256), dtypes=("float32", "float32"))
+    with pytest.raises(
+        NotImplementedError, match="wrt 'teacher_q': gradients to the teacher need a head dim of at most 256"
+    ):
+        plan(dims=(576, 64)).gradient("teacher_q")
+    with pytest.raises(ValueError, match="'sm_75' is not known; known are sm_80"):
+        facts_for_arch("sm_75")
+
+
+def test_more_heads_than_two_grid_axes_could_hold() -> None:
+    p = plan(M=128, N=128, heads=70_000, batch=3)
+    assert p.forward.blocks >= 210_000
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_packed_arguments_have_the_size_the_kernels_assert(family: Any) -> None:
+    # The kernels compare the same numbers with sizeof; here they are compared with what is really packed.
+    p = problem(mask=MaskSpec("causal", (("q_offset", -3),)))
+    for name in ("forward", *INPUT_NAMES):
+        work = Work(p, name)
+        if family.refuses(work, facts_for_arch("sm_90")):
+            continue
+        kernel = (
+            {"forward": make_plan(p, facts_for_arch("sm_90")).forward}
+            if name == "forward"
+            else dict(make_plan(p, facts_for_arch("sm_90")).gradients)
+        )
+        assert len(launch._template(p, kernel[name])) == ARGS_BYTES[work.kind]
+        assert family.args_bytes(work.kind) % 8 == 0
+
+
+def test_the_template_carries_the_mask_and_the_scales() -> None:
+    p = problem(M=5, N=9, mask=MaskSpec("causal", (("q_offset", -3),)))
+    packed = launch._template(p, make_plan(p, facts_for_arch("sm_90")).forward)
+    start = 4 * 40 + 3 * 32
+    batch, heads, queries, keys = struct.unpack_from("=4i", packed, start)
+    assert (batch, heads, queries, keys) == (1, 8, 5, 9)
+    assert struct.unpack_from("=4q", packed, start + 40) == (-3, 0, 0, 0)
+    assert struct.unpack_from("=2f", packed, start + 72) == pytest.approx([launch.LOG2E / 8] * 2)
+
+
+def test_tile_rows_say_why() -> None:
+    rows = {row for table in sm80._TILES.values() for row in table} | set(sm90._FORWARD)
+    assert all(row.reason for row in rows)
