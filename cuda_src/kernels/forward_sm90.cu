@@ -48,7 +48,7 @@ static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup com
 static_assert(sizeof(HopperForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperForwardArgs differ");
 static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
-extern "C" __global__ void __launch_bounds__(kThreads + 128, 1) streamkl_forward(const __grid_constant__ HopperForwardArgs all) {
+extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ HopperForwardArgs all) {
     extern __shared__ unsigned char shared[];
     const ForwardArgs& args = all.base;
     const Extents& n = args.n;

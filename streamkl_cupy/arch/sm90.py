@@ -20,6 +20,7 @@ MAX_STRIDE_BYTES = 1 << 40
 _FORWARD = (
     TileRow(16, 1, COLUMNS, 12, 1, 64, "four warpgroups hide latency better than any explicit overlap of two or three"),
     TileRow(16, 1, COLUMNS, 6, 1, 128, "the same; pieces of 128 columns halve the barriers"),
+    TileRow(8, 1, COLUMNS, 6, 2, 64, "few rows to a head: two blocks per multiprocessor hide each other's start"),
     TileRow(8, 1, COLUMNS, 12, 1, 128, "few rows in all: twice the blocks"),
     TileRow(16, 1, COLUMNS, 8, 1, 256, "320 columns of both sides together"),
     TileRow(12, 1, COLUMNS, 10, 1, 256, "192 rows where 256 do not fit"),
@@ -28,8 +29,8 @@ _FORWARD = (
     TileRow(4, 1, COLUMNS, 12, 1, 576, "the widest sides"),
 )
 
-# (consumer, producer) registers per thread by consumer warpgroups.
-_REGISTERS = {4: (112, 32), 3: (152, 32), 2: (224, 40), 1: (240, 40)}
+# (consumer, producer) registers per thread by (consumer warpgroups, blocks per multiprocessor).
+_REGISTERS = {(4, 1): (112, 32), (3, 1): (152, 32), (2, 1): (224, 40), (1, 1): (240, 40), (2, 2): (104, 24)}
 
 
 def _chunks(dim: int) -> int:
@@ -83,8 +84,9 @@ class _Hopper(Family):
         return tile.warps * 32 + 128
 
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
-        consumer, producer = _REGISTERS[tile.warps // 4]
+        consumer, producer = _REGISTERS[tile.warps // 4, tile.min_blocks]
         return {
+            "SKL_MIN_BLOCKS": tile.min_blocks,
             "SKL_PIECE_CHUNKS": self._piece_chunks(tile),
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,

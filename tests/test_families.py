@@ -1,0 +1,124 @@
+"""Every kernel family on the same problems: right by float64, the same bits each time, agreeing with the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamkl_cupy
+from streamkl_cupy import arch, arrays, calls, launch, planning
+from streamkl_cupy.problem import STUDENT, Options
+from streamkl_cupy.testing.compare import check_same_bits
+from streamkl_cupy.testing.problems import RECIPES, make, upstream
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = ("bfloat16", "float16")
+DIMS = [(8, 8), (16, 64), (64, 64), (72, 80), (128, 128), (64, 128), (192, 128), (256, 256), (512, 64), (576, 128)]
+FAMILIES = {family.name: family for family in arch.families()}
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cupy_only: Any) -> Iterator[str]:
+    """Plans with one family, and with the portable one where that cannot."""
+    if request.param == "sm90" and launch.device_facts(0).compute_capability != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    chosen = tuple(dict.fromkeys((FAMILIES[request.param], FAMILIES["sm80"])))
+    monkeypatch.setattr(planning, "families", lambda: chosen)
+    monkeypatch.setattr(calls, "_ready", {})
+    monkeypatch.setattr(calls, "_runners", {})
+    planning.make_plan.cache_clear()
+    yield request.param
+    planning.make_plan.cache_clear()
+
+
+def judged(family: str, backend: Any, case: Any, grad: Any = None, **how: Any) -> Any:
+    inputs = backend.arrays(case)
+    assert streamkl_cupy.plan(*inputs, **case.options).forward.family == family
+    return backend.judge(case, grad, arrays=inputs, **how)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "D_t, D_s",
+    [(8, 8), (16, 64), (64, 64), (72, 80), (128, 128), (64, 128), (192, 128), (256, 256), (512, 64), (576, 128)],
+)
+def test_head_dims(family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int) -> None:
+    for M, N, causal in ((300, 333, False), (257, 129, True), (64, 700, True)):
+        case = make(H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
+                    seed=int(rng.integers(1 << 30)), causal=causal)  # fmt: skip
+        grad = upstream(rng, (1, 4, M))
+        judged(family, cupy_only, case, grad, wrt=STUDENT if D_t > 256 else ("teacher_q", "teacher_k", *STUDENT))
+
+
+@pytest.mark.parametrize("offset", [None, -500, -70, -1, 0, 63, 64, 1000])
+def test_causal_offsets(family: str, cupy_only: Any, rng: Any, offset: int | None) -> None:
+    for M, N in itertools.product((1, 65, 300), (64, 257)):
+        case = make(B=2, H=2, M=M, N=N, D_t=64, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), causal=True,
+                    q_offset=offset)  # fmt: skip
+        judged(family, cupy_only, case, upstream(rng, (2, 2, M)))
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_named_problems(family: str, cupy_only: Any, rng: Any, name: str) -> None:
+    for D, causal in ((64, False), (128, True)):
+        case = make(name, H=2, M=190, N=700, D_t=D, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), causal=causal)
+        judged(family, cupy_only, case, upstream(rng, (1, 2, 190)))
+
+
+@pytest.mark.parametrize("M, N, H", [(1, 40_000, 1), (7, 9_000, 2), (100, 5_000, 1), (300, 3_000, 1)])
+def test_split_keys(family: str, cupy_only: Any, rng: Any, M: int, N: int, H: int) -> None:
+    for name, causal in (("gaussian", False), ("rising", True), ("spiky", False)):
+        case = make(name, H=H, M=M, N=N, D_t=64, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), causal=causal)
+        inputs = cupy_only.arrays(case)
+        plan = streamkl_cupy.plan(*inputs, **case.options)
+        assert plan.forward.splits > 1
+        assert plan.workspace_bytes == 20 * plan.forward.splits * M * H
+        rows, _ = cupy_only.judge(case, arrays=inputs)
+        again = streamkl_cupy.attention_kl_forward(*inputs, **case.options)
+        for field in rows._fields:
+            check_same_bits(field, cupy_only.numpy(getattr(again, field)), cupy_only.numpy(getattr(rows, field)))
+
+
+def test_splitting_changes_only_the_last_bits(cupy_only: Any, rng: Any) -> None:
+    case = make(M=40, N=20_000, D_t=64, dtypes="bfloat16", seed=int(rng.integers(1 << 30)))
+    inputs = cupy_only.arrays(case)
+    views = calls.view_inputs(*inputs)
+    ready = calls.prepare(views, Options())
+    whole = arrays.empty_rows(views.student_q, ready.row_shape, "float32")
+    ready.runner.forward(views, whole, arrays.stream_of(views.student_q))
+    split = streamkl_cupy.attention_kl_forward(*inputs)
+    for got, expected in zip(split, whole, strict=True):
+        np.testing.assert_allclose(cupy_only.numpy(got), cupy_only.numpy(expected.array), rtol=2e-6, atol=2e-6)
+
+
+def test_strides_that_a_map_can_say(family: str, cupy_only: Any, rng: Any) -> None:
+    """Slices of a fused projection, the other layout, repeated heads: read in place, by either family."""
+    B, H, M, D = 2, 4, 150, 64
+    fused = cupy_only.array(rng.standard_normal((B, M, 3 * H * D)), "bfloat16").reshape(B, M, 3, H, D)
+    q, k = fused[:, :, 0].transpose(0, 2, 1, 3), fused[:, :, 1].transpose(0, 2, 1, 3)
+    shared = cupy_only.xp.broadcast_to(k[:, :1], k.shape)
+    for keys in (k, shared):
+        assert streamkl_cupy.plan(q, keys, q, k).forward.family == family
+        got = streamkl_cupy.attention_kl_forward(q, keys, q, k)
+        copies = [cupy_only.xp.ascontiguousarray(x) for x in (q, keys, q, k)]
+        for a, b in zip(got, streamkl_cupy.attention_kl_forward(*copies), strict=True):
+            check_same_bits("rows", cupy_only.numpy(a), cupy_only.numpy(b))
+
+
+def test_families_agree(cupy_only: Any, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(H=3, M=500, N=900, D_t=128, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), causal=True)
+    inputs, results = cupy_only.arrays(case), []
+    for chosen in (arch.families(), (FAMILIES["sm80"],)):
+        monkeypatch.setattr(planning, "families", lambda chosen=chosen: chosen)
+        planning.make_plan.cache_clear()
+        monkeypatch.setattr(calls, "_ready", {})
+        monkeypatch.setattr(calls, "_runners", {})
+        results.append([cupy_only.numpy(x) for x in streamkl_cupy.attention_kl_forward(*inputs, **case.options)])
+    planning.make_plan.cache_clear()
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=3e-6, atol=3e-6)
