@@ -15,10 +15,11 @@ test-gpu: ## the rest, on the GPU at hand
 	$(PYTHON) -m pytest -m gpu
 
 # memcheck finds accesses out of bounds, racecheck missing barriers, synccheck divergent ones.
-sanitize: ## the GPU tests under compute-sanitizer, of the CUDA toolkit
+sanitize: ## a matrix of problems under compute-sanitizer, of the CUDA toolkit; a planted fault must be noticed
 	for tool in memcheck racecheck synccheck; do \
-		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -m gpu -x || exit 1; \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/sanitize.py || exit 1; \
 	done
+	! compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/sanitize.py --quick --plant
 
 bench: ## time this package on the GPU at hand
 	$(PYTHON) -m streamkl_cupy bench
