@@ -69,7 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
+    reports = terminalreporter.stats.get("skipped", [])
+    # A module that is skipped as a whole reports without keywords.
+    skipped = [report for report in reports if "gpu" in getattr(report, "keywords", ())]
     if skipped and gpu_missing():
         terminalreporter.write_line(f"{len(skipped)} gpu tests did not run: {gpu_missing()}", yellow=True)
 
