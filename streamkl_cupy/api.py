@@ -141,10 +141,12 @@ def attention_kl(
     if reduction != "none":
         validate.choice("reduction", reduction, validate.REDUCTIONS)
     given = (teacher_q, teacher_k, student_q, student_k)
-    found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, given, strict=True)}
-    if row_weight is not None:
-        found["row_weight"] = validate.weight_framework(row_weight)
-    if validate.one_framework(found) == "jax":
+    if row_weight is not None or arrays.framework_of("student_q", student_q) == "jax":
+        found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, given, strict=True)}
+        if row_weight is not None:
+            found["row_weight"] = validate.weight_framework(row_weight)
+        validate.one_framework(found)
+    if arrays.framework_of("student_q", student_q) == "jax":
         return _jax().attention_kl(
             *given, **chosen._asdict(), row_weight=row_weight, reduction=reduction, return_lse=return_lse
         )

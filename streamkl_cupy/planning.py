@@ -19,7 +19,9 @@ MAX_DIM = 256
 MAX_TEACHER_DIM = 576
 MAX_GRID = 2**31 - 1
 MAX_ROWS = 2**30
-MIN_TILES_PER_SHARE = 4  # shorter shares cost more in starting and merging than they save
+# Splitting costs a workspace and a second launch: below this many key tiles an unsplit block is done sooner.
+MIN_TILES_TO_SPLIT = 64
+MIN_TILES_PER_SHARE = 8
 
 # Streamed operands of heads that run side by side should stay in the L2 cache, which is 40 MB and more on the GPUs that
 # have long rows to stream. On smaller caches the order costs nothing but the locality it would have had.
@@ -208,7 +210,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
 def _splits(blocks: int, key_tiles: int, facts: DeviceFacts) -> int:
     """Into how many shares the keys go: the fewest that fill the GPU's last wave nearly as well as any number would."""
     most = min(key_tiles // MIN_TILES_PER_SHARE, -(-2 * facts.multiprocessors // max(blocks, 1)))
-    if blocks * 5 >= facts.multiprocessors * 4 or most < 2:
+    if blocks * 5 >= facts.multiprocessors * 4 or key_tiles < MIN_TILES_TO_SPLIT:
         return 1
 
     def filled(shares: int) -> float:

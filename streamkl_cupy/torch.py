@@ -83,10 +83,12 @@ def attention_kl(
             raise TypeError(
                 f"{name} is a {kind_of(x)}; allowed here are torch tensors (torch.from_dlpack makes one without a copy)"
             )
-    validate.choice("reduction", reduction, validate.REDUCTIONS)
+    if reduction != "none":
+        validate.choice("reduction", reduction, validate.REDUCTIONS)
     options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
     if _plain(inputs):
-        kl, teacher_lse, student_lse = api.attention_kl_forward(*inputs, **options._asdict())
+        views = calls.view_inputs(*inputs)
+        kl, teacher_lse, student_lse = (view.array for view in calls.forward(views, calls.prepare(views, options)))
     else:
         function = _AttentionKL if torch.compiler.is_compiling() else _EagerAttentionKL
         kl, teacher_lse, student_lse = function.apply(*inputs, *options)  # type: ignore[no-untyped-call]

@@ -90,7 +90,7 @@ def test_few_rows_split_their_keys_and_many_do_not() -> None:
         assert p.combine is not None
         assert p.workspace_bytes == 20 * p.forward.splits * M * heads
         assert "keys split over" in str(p)
-    for what in ({}, {"M": 128, "heads": 1000, "N": 128}, {"M": 1, "heads": 1, "N": 200}):
+    for what in ({}, {"M": 128, "heads": 1000, "N": 128}, {"M": 1, "heads": 1, "N": 2000}):
         p = plan(**what)
         assert p.forward.splits == 1
         assert p.combine is None
