@@ -18,6 +18,7 @@
 #include "tile/schedule.cuh"
 #include "@mask"
 #include "@divergence"
+#include "tile/terms.cuh"
 
 using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
 using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
@@ -38,28 +39,9 @@ constexpr int kRowBytes = TeacherTile::bytes(kRows) + StudentTile::bytes(kRows);
 constexpr int kTileBytes = TeacherTile::bytes(kColumns) + StudentTile::bytes(kColumns);
 constexpr int kVectors = kRowsAreQueries ? 0 : Logit::kNeedsValue ? 4 : 3;  // per streamed query: two LSEs, g, the value
 constexpr int kStageBytes = kTileBytes + kVectors * kColumns * 4;
-constexpr int kTopExponent = 14;  // scaled gradients of a narrow type stay below 2^15, half of its largest number
 
 static_assert(sizeof(GradientArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and GradientArgs differ");
 static_assert(kRowBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
-
-// What one query row contributes to its logits' gradients, in base 2.
-struct RowTerms {
-    float lse_t, lse_s;  // base 2
-    float weight;        // factor on the logit gradient
-    float value;         // base 2
-};
-
-// One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything.
-__device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
-    RowTerms x = {0.f, 0.f, 0.f, 0.f};
-    if (q >= args.n.queries || mask.keys_of(q, q + 1).empty()) return x;
-    x.lse_t = kLog2e * args.teacher_lse.at(b, h)[q * args.teacher_lse.row];
-    x.lse_s = kLog2e * args.student_lse.at(b, h)[q * args.student_lse.row];
-    x.weight = args.grad.at(b, h)[q * args.grad.row];
-    x.value = Logit::kNeedsValue ? kLog2e * args.value.at(b, h)[q * args.value.row] : 0.f;
-    return x;
-}
 
 // t becomes the gradient of the logits; `vectors` is where the streamed queries' statistics lie. With MASKED the pairs
 // that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
@@ -215,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    terms[m][half] = read_terms(args, mask, block.batch, head, row + 16 * m + 8 * half);
+                    terms[m][half] = read_terms<Logit>(args, mask, block.batch, head, row + 16 * m + 8 * half);
                 }
         }
         for (int i = 0; i < tiles; ++i) {
@@ -290,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             const int r = row + 16 * m + 8 * half;
             float factor = Logit::kFactor * args.out_scale;
             if constexpr (kRowsAreQueries) {
-                const RowTerms x = read_terms(args, mask, block.batch, block.head, r);  // again: registers are dear in the loop
+                const RowTerms x = read_terms<Logit>(args, mask, block.batch, block.head, r);  // again: registers are dear in the loop
                 factor *= x.weight;
                 if constexpr (OutElement::kNarrowExponent) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
             } else if constexpr (OutElement::kNarrowExponent) {

@@ -37,6 +37,9 @@ struct FragmentB2 {
 __device__ inline float2 shared_float2(u32 address) {
     return *reinterpret_cast<const float2*>(__cvta_shared_to_generic(address));
 }
+__device__ inline float4 shared_float4(u32 address) {
+    return *reinterpret_cast<const float4*>(__cvta_shared_to_generic(address));
+}
 __device__ inline float shared_float(u32 address) { return *reinterpret_cast<const float*>(__cvta_shared_to_generic(address)); }
 
 // Rows row..row+15, depth k..k+15 as operand A.

@@ -12,6 +12,7 @@ struct Operand {
     static_assert(CODE == kBf16 || CODE == kF16, "plan: the Hopper kernels multiply 16-bit elements");
     static_assert(DIM % 8 == 0, "plan: tensor maps need rows of whole 16-byte pieces");
     static constexpr int kCode = CODE;
+    static constexpr int kDim = DIM;
     static constexpr bool kHalf = CODE == kF16;
     static constexpr int kSteps = ceil_div(DIM, 16);   // products of depth 16
     static constexpr int kChunks = ceil_div(DIM, 64);  // columns beyond DIM arrive as zeros

@@ -4,8 +4,14 @@ Shared memory of the forward, bytes, with chunks(D) = ceil(D / 64) and 64 keys t
 
     1024 (alignment) + rows * (chunks(D_t) + chunks(D_s)) * 128 + stages * piece_chunks * 8192 + barriers
 
-Registers: a consumer thread holds 64 scores (32 of each side) and its row states; the producer needs few. Per
-multiprocessor they must fit 65,536: 128 * (groups * consumer + producer).
+and of a gradient, with terms = 12 or 16 bytes per streamed query (and those 16 per stage) when the keys are stationary
+
+    1024 + (rows + stages * columns) * (chunks(D_t) + chunks(D_s)) * 128 + stages * (columns * terms + 16) + barriers
+
+Registers: a consumer thread of the forward holds 64 scores (32 of each side) and its row states; one of a gradient
+`columns` scores, the half of them packed, and D / 2 sums of the output. The producer needs few.
+128 * (groups * consumer + producer) must fit what a launch gets: 65,536 registers per multiprocessor, rounded down to a
+multiple of 8 per thread (64,512 with two consumers).
 """
 
 from __future__ import annotations
@@ -29,8 +35,37 @@ _FORWARD = (
     TileRow(4, 1, COLUMNS, 12, 1, 576, "the widest sides"),
 )
 
+_GRADIENT_Q = (
+    TileRow(8, 1, 128, 4, 1, 64, "wide tiles: resident rows are read once per 128 columns"),
+    TileRow(8, 1, 96, 3, 1, 128, "the widest tile that leaves three stages"),
+    TileRow(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks"),
+    TileRow(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks"),
+    TileRow(8, 1, 64, 3, 1, 192, "320 columns of both sides together"),
+    TileRow(8, 1, 48, 2, 1, 256, "two stages beside the widest rows"),
+)
+
+_GRADIENT_K = (
+    TileRow(8, 1, 128, 4, 1, 64, "as for queries"),
+    TileRow(8, 1, 96, 3, 1, 128, "as for queries"),
+    TileRow(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks"),
+    TileRow(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks"),
+    TileRow(8, 1, 64, 3, 1, 192, "320 columns of both sides together"),
+    TileRow(8, 1, 48, 2, 1, 256, "two stages beside the widest rows"),
+)
+
+_TILES = {"forward": _FORWARD, "gradient_q": _GRADIENT_Q, "gradient_k": _GRADIENT_K}
+
 # (consumer, producer) registers per thread by (consumer warpgroups, blocks per multiprocessor).
-_REGISTERS = {(4, 1): (112, 32), (3, 1): (152, 32), (2, 1): (224, 40), (1, 1): (240, 40), (2, 2): (104, 24)}
+_REGISTERS = {
+    "forward": {(4, 1): (112, 32), (3, 1): (152, 32), (2, 1): (224, 40), (1, 1): (240, 40), (2, 2): (104, 24)},
+    "gradient_q": {(2, 1): (240, 24), (1, 1): (240, 40)},
+    # A producer that fetches row vectors needs more.
+    "gradient_k": {(2, 1): (232, 40), (1, 1): (240, 40)},
+}
+
+
+def _role(work: Work) -> str:
+    return work.kind if work.kind == "forward" else f"gradient_{'k' if work.rows_are_keys else 'q'}"
 
 
 def _chunks(dim: int) -> int:
@@ -53,8 +88,6 @@ class _Hopper(Family):
         problem = work.problem
         if facts.compute_capability != (9, 0):
             return "it needs compute capability 9.0"
-        if work.kind != "forward":
-            return "it has no gradient kernels"
         if work.float32:
             return "it multiplies 16-bit elements"
         if any(side.dim % 8 for side in work.sides):
@@ -73,21 +106,24 @@ class _Hopper(Family):
         return f"kernels/{kind}_sm90.cu", f"streamkl_{kind}"
 
     def table(self, work: Work) -> tuple[TileRow, ...]:
-        return _FORWARD
+        return _TILES[_role(work)]
 
     def smem_bytes(self, work: Work, tile: TileRow) -> int:
         chunks = sum(_chunks(side.dim) for side in work.sides)
-        barriers = 8 * (2 * tile.stages + 1)
-        return 1024 + tile.rows * chunks * 128 + tile.stages * self._piece_chunks(tile) * COLUMNS * 128 + barriers
+        rows = 1024 + tile.rows * chunks * 128
+        if work.kind == "forward":
+            return rows + tile.stages * self._piece_chunks(tile) * COLUMNS * 128 + 8 * (2 * tile.stages + 1)
+        terms = 4 * work.row_vectors * tile.columns + 16 if work.rows_are_keys else 0
+        return rows + tile.stages * (tile.columns * chunks * 128 + terms) + 8 * (2 * tile.stages + 3)
 
     def threads(self, tile: TileRow) -> int:
         return tile.warps * 32 + 128
 
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
-        consumer, producer = _REGISTERS[tile.warps // 4, tile.min_blocks]
+        consumer, producer = _REGISTERS[_role(work)][tile.warps // 4, tile.min_blocks]
         return {
+            **({"SKL_PIECE_CHUNKS": self._piece_chunks(tile)} if work.kind == "forward" else {}),
             "SKL_MIN_BLOCKS": tile.min_blocks,
-            "SKL_PIECE_CHUNKS": self._piece_chunks(tile),
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
         }
@@ -97,7 +133,9 @@ class _Hopper(Family):
         return -(-(4 * MAP_BYTES + ARGS_BYTES[kind]) // 64) * 64
 
     def boxes(self, work: Work, tile: TileRow) -> tuple[tuple[str, int], ...]:
-        return tuple((name, tile.columns if name.endswith("_k") else tile.rows) for name in INPUT_NAMES)
+        return tuple(
+            (name, tile.rows if name.endswith("_k") == work.rows_are_keys else tile.columns) for name in INPUT_NAMES
+        )
 
     @staticmethod
     def _piece_chunks(tile: TileRow) -> int:
