@@ -169,5 +169,9 @@ def threads() -> str:
 
 
 def command() -> str:
-    """The command line, for whoever wants to do it again."""
-    return " ".join(["python -m streamkl_cupy", *sys.argv[1:]])
+    """The command line, for whoever wants to do it again; the folder of the results is a private matter, so not that."""
+    given = list(sys.argv[1:])
+    if "--out" in given:
+        at = given.index("--out")
+        del given[at : at + 2]
+    return " ".join(["python -m streamkl_cupy", *given])
