@@ -169,7 +169,7 @@ def threads() -> str:
 
 
 def command() -> str:
-    """The command line, for whoever wants to do it again; the folder of the results is a private matter, so not that."""
+    """The command line, for whoever wants to do it again; without the private matter of where results go."""
     given = list(sys.argv[1:])
     if "--out" in given:
         at = given.index("--out")
