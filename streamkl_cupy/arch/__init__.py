@@ -158,6 +158,14 @@ class Family(ABC):
         """Inputs that are read through tensor maps, in the order of the arguments, with the rows of a box."""
         return ()
 
+    def workspace_bytes(self, work: Work) -> int:
+        """Global memory that a fused kernel works in."""
+        return 0
+
+    def helpers(self, work: Work) -> tuple[int, int]:
+        """Blocks per query head, and threads of each, of the kernels that run before and after a fused one."""
+        return 0, 0
+
     def fitting(self, work: Work, facts: DeviceFacts) -> list[TileRow]:
         """The rows of the table that this work and this GPU allow."""
         return [

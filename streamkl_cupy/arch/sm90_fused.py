@@ -24,7 +24,7 @@ MAX_OUT = 128
 THREADS = 256 + 128 + 128
 # Their registers per thread; a large gradient and a score tile ahead need the second set.
 REGISTERS, CROWDED_REGISTERS = (200, 72, 40), (208, 72, 24)
-SMALL_THREADS = 128
+HELPER_THREADS = 128
 
 
 @dataclass(frozen=True)
