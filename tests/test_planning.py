@@ -73,6 +73,7 @@ def test_hopper_runs_what_it_can_and_says_why_not() -> None:
         ({"dims": (60, 64)}, "multiples of 8"),
         ({"aligned": False}, "teacher_q: its rows must start on 16-byte boundaries"),
         ({"strides": (0, -64 * 8192, 64, 1)}, "teacher_q: its strides must be positive"),
+        ({"strides": (0, 64 * 8192, 0, 1)}, "teacher_q: its rows overlap"),
         ({"N": 0}, "cannot be empty"),
     ):
         forward = plan(**what).forward

@@ -82,6 +82,8 @@ def _no_map(x: Operand) -> str:
         return "its rows must start on 16-byte boundaries with adjacent elements"
     if any(stride < 0 or stride * ELEMENT_BYTES[x.dtype] >= MAX_STRIDE_BYTES for stride in x.strides[:3]):
         return "its strides must be positive and below 2^40 bytes"
+    if x.rows > 1 and x.strides[2] < x.dim:
+        return "its rows overlap"
     return ""
 
 
