@@ -117,8 +117,9 @@ def attention_kl(
         >>> round(float(streamkl_cupy.attention_kl(q, k_t, q, k_s)[0]), 4)  # KL((1/4, 3/4) || (1/2, 1/2))
         0.1308
     """
-    if type(student_q).__module__.partition(".")[0] == "torch":
-        # A plain import and a plain call, before anything else: torch.compile can trace these.
+    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(student_q).__mro__):
+        # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
+        # and parameters live in modules of their own, so all ancestors are asked.
         from .torch import attention_kl as differentiable
 
         return differentiable(

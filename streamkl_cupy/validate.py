@@ -16,13 +16,13 @@ import numpy as np
 from . import arrays
 from .adapters import kind_of
 from .arrays import ArrayView, Inputs
+from .planning import MAX_DIM, MAX_TEACHER_DIM
 from .problem import INPUT_NAMES, MaskSpec, Operand, Options, Problem, Side, canonical_strides
 
 LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
 PRECISIONS = ("highest", "high")
 REDUCTIONS = ("none", "sum", "mean")
-MAX_TEACHER_DIM = 576
-MAX_DIM = 256
+MAX_SCALE = 2e38  # times log2(e) it must still be a float32
 WRT_EXAMPLE = 'wrt=("student_q", "student_k")'
 
 
@@ -72,7 +72,7 @@ def wanted(wrt: Any, has_kl: bool = True) -> tuple[str, ...]:
     if not isinstance(wrt, (tuple, list)):
         raise TypeError(f"wrt is a {kind_of(wrt)}; pass a tuple of argument names, such as {WRT_EXAMPLE}")
     for name in wrt:
-        if name not in INPUT_NAMES:
+        if not isinstance(name, str) or name not in INPUT_NAMES:
             raise ValueError(f"wrt names {name!r}; allowed are {_listed(INPUT_NAMES)}")
     if not wrt:
         raise ValueError(f"wrt is empty; name at least one input, such as {WRT_EXAMPLE}")
@@ -138,6 +138,13 @@ def to_problem(inputs: Inputs, chosen: Options) -> Problem:
         offset = keys - queries if chosen.q_offset is None else chosen.q_offset
         # Beyond these ends nothing changes any more, and 32-bit kernel arithmetic is safe.
         mask = MaskSpec("causal", (("q_offset", max(-queries, min(offset, keys))),))
+    if "float64" not in (tq.dtype, sq.dtype):
+        for side, scale in (("teacher", chosen.teacher_scale), ("student", chosen.student_scale)):
+            if scale is not None and abs(scale) > MAX_SCALE:
+                raise ValueError(
+                    f"{side}_scale={scale} is beyond what float32 arithmetic can hold; allowed are magnitudes up to "
+                    f"{MAX_SCALE:g}"
+                )
     return Problem(
         batch=batch,
         heads=heads,
@@ -259,10 +266,15 @@ def _scale(name: str, value: Any) -> float:
     if type(value) is not float:
         if isinstance(value, (bool, np.bool_, str, bytes)) or getattr(value, "shape", ()) != ():
             raise TypeError(f"{name} is a {kind_of(value)}; allowed are a number, and an array without axes")
+        if getattr(value, "requires_grad", False):
+            raise TypeError(
+                f"{name} requires a gradient, but scales are constants; pass float({name}), and scale the queries "
+                f"themselves to learn it"
+            )
         try:
             value = float(value)
-        except OverflowError:
-            value = math.inf
+        except OverflowError as cause:
+            raise ValueError(f"{name} is beyond what a float can hold; allowed is every finite number") from cause
         except Exception as cause:
             raise TypeError(f"{name} is a {kind_of(value)}; allowed are a number known now (not traced)") from cause
     if not math.isfinite(value):
@@ -283,7 +295,8 @@ def _integer(name: str, value: Any) -> int:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, np.bool_):
-        raise TypeError(f"{name}={value!r} is a {kind_of(value)}; allowed are True and False")
+        others = "True, False and None" if name == "deterministic" else "True and False"
+        raise TypeError(f"{name}={value!r} is a {kind_of(value)}; allowed are {others}")
     return bool(value)
 
 

@@ -498,3 +498,17 @@ def test_host_cost_on_a_gpu(framework: str, limit: float) -> None:
             streamkl_cupy.attention_kl_forward(*x)
         best = min(best, (time.perf_counter() - start) / 50)
     assert best < limit
+
+
+def test_scales_that_float32_cannot_hold(rng: Any) -> None:
+    x = rng.standard_normal((3, 4))
+    with pytest.raises(ValueError, match=r"student_scale=1e\+300 is beyond what float32 arithmetic can hold"):
+        streamkl_cupy.attention_kl_forward(*[x.astype(np.float32)] * 4, student_scale=1e300)
+    rows = streamkl_cupy.attention_kl_forward(*[x * 1e-300] * 4, teacher_scale=1e300, student_scale=1e300)
+    np.testing.assert_allclose(rows.kl, 0, atol=1e-12)
+
+
+def test_wrt_holds_names(rng: Any) -> None:
+    x = [rng.standard_normal((3, 4)).astype(np.float32)] * 4
+    with pytest.raises(ValueError, match=r"wrt names array\(\[1, 2\]\); allowed are"):
+        streamkl_cupy.attention_kl_value_and_grad(*x, wrt=(np.array([1, 2]),))

@@ -587,3 +587,21 @@ def test_host_cost_of_a_forward_call() -> None:
     cost = (time.perf_counter() - start) / 200
     torch.cuda.synchronize()
     assert cost < 400e-6
+
+
+def test_subclasses_of_parameters_keep_their_gradient(device: str) -> None:
+    class Named(torch.nn.Parameter):
+        pass
+
+    tq, tk, sq, sk = operands(device)
+    q = Named(sq.detach().clone())
+    sq.requires_grad_()
+    streamkl_cupy.attention_kl(tq, tk, q, sk, reduction="sum").backward()
+    wanted = torch.autograd.grad(attention_kl(tq, tk, sq, sk, reduction="sum"), sq)[0]
+    close(q.grad, wide(wanted))
+
+
+def test_scales_are_constants(device: str) -> None:
+    x = operands(device)
+    with pytest.raises(TypeError, match="student_scale requires a gradient, but scales are constants; pass float"):
+        attention_kl(*x, student_scale=torch.nn.Parameter(torch.tensor(0.5)))

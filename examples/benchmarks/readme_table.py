@@ -127,7 +127,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if the README and the CSV disagree")
     options = parser.parse_args()
     if not options.results.is_file():
-        sys.exit(f"{options.results} is missing; python -m streamkl_cupy bench --published makes it")
+        sys.exit(
+            f"{options.results} is missing; python -m streamkl_cupy bench --published --out {options.results.parent} "
+            f"--name {options.results.stem} makes it"
+        )
     text = README.read_text(encoding="utf-8")
     wanted = expected(text, options.results)
     if text == wanted:

@@ -141,8 +141,19 @@ def run(options: argparse.Namespace) -> int:
     cases = cases_of(options, device)
     timer: Timer = DeviceTimer() if device == "cuda" else HostTimer()
     home = home_of(device)
-    contestants = [p for p in peers(options.peers or KEYS, options.yardstick) if device in p.devices]
-    options.out.mkdir(parents=True, exist_ok=True)
+    joining = peers(options.peers or KEYS, options.yardstick)
+    contestants = [p for p in joining if device in p.devices]
+    asked = {*(options.peers or ()), *(p.key for p in joining if p.key not in KEYS)}
+    if elsewhere := sorted(asked & {p.key for p in joining if device not in p.devices}):
+        raise ValueError(f"on device {device} these cannot run: {', '.join(elsewhere)}; leave them out")
+    if Path(options.name).name != options.name:
+        raise ValueError(f"--name {options.name}: a base name without folders; --out names the folder")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / f".{options.name}").touch()
+        (options.out / f".{options.name}").unlink()
+    except OSError as error:
+        raise ValueError(f"--out {options.out}: cannot be written ({error.strerror}); name another folder") from error
     about = environment_of(device, home)
     print(f"{about['card']}, driver {about.get('driver', '-')}, inputs made by {home}\n")
 
