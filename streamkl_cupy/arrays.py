@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -109,11 +110,13 @@ def is_standin(name: str, x: Any) -> bool:
 def standin(name: str, x: Any, device: Device) -> ArrayView:
     """View something with a shape and a dtype as the compact, aligned array it stands for."""
     try:
-        shape, dtype = tuple(int(n) for n in x.shape), x.dtype
+        shape, dtype = tuple(operator.index(n) for n in x.shape), x.dtype
     except (AttributeError, TypeError) as cause:
         raise TypeError(
-            f"{name} is a {kind_of(x)}; allowed are arrays, and objects with a shape and a dtype"
+            f"{name} is a {kind_of(x)}; allowed are arrays, and objects with a shape of integers and a dtype"
         ) from cause
+    if any(n < 0 for n in shape):
+        raise ValueError(f"{name}: shape {shape} has a negative extent; allowed are 0 and more")
     try:
         label = np.dtype(dtype).name
     except TypeError:

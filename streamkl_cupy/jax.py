@@ -408,6 +408,8 @@ def _inputs(*inputs: Any) -> tuple[jax.Array, ...]:
     for name, x in zip(INPUT_NAMES, inputs):
         if not isinstance(x, jax.Array):
             raise TypeError(f"{name} is a {kind_of(x)}; allowed here are JAX arrays (jnp.asarray makes one)")
+        if not isinstance(x, jax.core.Tracer) and x.is_deleted():
+            raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")
     return inputs
 
 

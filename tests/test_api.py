@@ -512,3 +512,17 @@ def test_wrt_holds_names(rng: Any) -> None:
     x = [rng.standard_normal((3, 4)).astype(np.float32)] * 4
     with pytest.raises(ValueError, match=r"wrt names array\(\[1, 2\]\); allowed are"):
         streamkl_cupy.attention_kl_value_and_grad(*x, wrt=(np.array([1, 2]),))
+
+
+@pytest.mark.parametrize(
+    "shape, error, text",
+    [
+        ((-1, 4), ValueError, r"teacher_q: shape \(-1, 4\) has a negative extent"),
+        ((2.5, 4), TypeError, "objects with a shape of integers"),
+        ("ab", TypeError, "objects with a shape of integers"),
+    ],
+)
+def test_standins_of_no_shape(shape: Any, error: type[Exception], text: str) -> None:
+    odd = type("Standin", (), {"shape": shape, "dtype": "float32"})()
+    with pytest.raises(error, match=text):
+        streamkl_cupy.plan(odd, odd, odd, odd, arch="sm_80")

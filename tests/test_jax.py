@@ -525,3 +525,10 @@ def test_kernels_are_ready_when_a_trace_is(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(launch, "load", lambda *a, **k: pytest.fail("loaded a kernel in a callback"))
         for g, e in zip(gradient(*x), dense_grads(x)):
             close(g, e)
+
+
+def test_a_deleted_array_is_named() -> None:
+    x = [jnp.ones((3, 4)) for _ in range(4)]
+    x[1].delete()
+    with pytest.raises(ValueError, match="teacher_k is a deleted JAX array"):
+        attention_kl(*x)
