@@ -339,7 +339,7 @@ def test_row_weight_on_another_device() -> None:
 
 def test_plan_and_warmup_ask_for_shapes() -> None:
     with pytest.raises(
-        TypeError, match="teacher_q is a list; allowed are arrays, and objects with a shape and a dtype"
+        TypeError, match="teacher_q is a list; allowed are arrays, and objects with a shape of integers and a dtype"
     ):
         streamkl_cupy.plan([1.0], *arrays_like()[1:])
     with pytest.raises(ValueError, match="sm_12"):
