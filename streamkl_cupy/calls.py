@@ -124,6 +124,12 @@ def backward(inputs: Inputs, ready: Ready, saved: Saved, wrt: tuple[str, ...]) -
     outputs: list[ArrayView | None] = [
         arrays.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs
     ]
-    ready.runner.backward(inputs, saved, Gradients(*outputs), arrays.stream_of(inputs.student_q))
+    like = inputs.student_q
+    stream = arrays.stream_of(like)
+    if size := ready.runner.backward_bytes(wrt):
+        workspace = arrays.empty(like, (size // 4,), "float32")
+        ready.runner.backward(inputs, saved, Gradients(*outputs), stream, workspace.ptr)
+    else:
+        ready.runner.backward(inputs, saved, Gradients(*outputs), stream)
     arrays.hold((*inputs, *saved))
     return tuple(None if out is None else out.array for out in outputs)

@@ -138,7 +138,8 @@ def entries(
                 except NotImplementedError as reason:
                     refused.append(f"{label}: {reason}")
                     continue
-                for kernel in (plan.forward, *(gradient for _, gradient in plan.gradients)):
+                passes = (fused.kernels[1] for fused in plan.fused)
+                for kernel in (plan.forward, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.
                     found.setdefault(replace(kernel, tiles=0, blocks=0), Entry(f"{kernel.name} {label}", kernel))
     return list(found.values()), refused

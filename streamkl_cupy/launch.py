@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .arch import ELEMENT_BYTES, DeviceFacts
+from .arch import ELEMENT_BYTES, SIDES, DeviceFacts
 from .compile import import_cupy, load
 from .errors import CaptureError, DriverError
 from .masks import MASKS
@@ -41,6 +41,8 @@ _GRADIENT_TAIL = struct.Struct("=3fi")
 _OPERANDS = tuple(i * _TENSOR4.size // 8 for i in range(4))
 _ROWS = tuple((4 * _TENSOR4.size + i * _TENSOR3.size) // 8 for i in range(4))
 _OUT = (4 * _TENSOR4.size + 4 * _TENSOR3.size) // 8
+_OUT_Q = _OUT + (_TENSOR4.size + _EXTENTS.size + _GRADIENT_TAIL.size) // 8
+_FUSED_WORKSPACE = _OUT_Q + _TENSOR4.size // 8
 _WORKSPACE = (4 * _TENSOR4.size + 3 * _TENSOR3.size + _EXTENTS.size + _FORWARD_TAIL.size) // 8 - 1
 
 
@@ -71,15 +73,22 @@ def device_facts(index: int) -> DeviceFacts:
 
 
 class _Kernel:
-    """One loaded kernel with its launch shape and the constant part of its arguments."""
+    """Kernels that run one after the other on the same arguments, mostly one: loaded, with their launch shapes and the
+    constant part of the arguments."""
 
-    __slots__ = ("_base", "_handle", "_launch", "_maps", "_shape", "_template", "_type")
+    __slots__ = ("_base", "_launch", "_maps", "_steps", "_template", "_type")
 
-    def __init__(self, problem: Problem, plan: KernelPlan) -> None:
+    def __init__(self, problem: Problem, *plans: KernelPlan) -> None:
+        plan = plans[0]
         text = flatten(plan.entry, dict(plan.constants), dict(plan.slots))
-        self._handle = load(text, plan.symbol, plan.arch, smem_bytes=plan.smem_bytes).kernel.ptr
         self._launch = import_cupy().cuda.driver.launchKernel
-        self._shape = (plan.blocks, 1, 1, plan.threads, 1, 1, plan.smem_bytes)
+        self._steps = tuple(
+            (
+                load(text, step.symbol, step.arch, smem_bytes=step.smem_bytes).kernel.ptr,
+                (step.blocks, 1, 1, step.threads, 1, 1, step.smem_bytes),
+            )
+            for step in plans
+        )
         self._maps = tuple(_Maps(problem.operand(name), problem.batch, box) for name, box in plan.boxes)
         self._base = len(self._maps) * MAP_BYTES
         self._template = (bytes(self._base) + _template(problem, plan)).ljust(plan.args_bytes, b"\0")
@@ -110,7 +119,8 @@ class _Kernel:
         for word, pointer in others:
             packed[base + word] = pointer
         parameters = ctypes.c_void_p(ctypes.addressof(packed))
-        self._launch(self._handle, *self._shape, stream, ctypes.addressof(parameters), 0)
+        for handle, shape in self._steps:
+            self._launch(handle, *shape, stream, ctypes.addressof(parameters), 0)
 
 
 class _Maps(dict[int, bytes]):
@@ -145,8 +155,13 @@ class Runner:
         """Compile, load and configure the forward and the gradients `wrt`; nothing is left for a first call to do."""
         with self._guard:
             split = (UNSPLIT, "combine") if self.plan.combine else ()
-            for name in ("forward", *split, *wrt):
+            fused = [fused.side for fused in self.plan.fused if all(x in wrt for x in fused.names)]
+            for name in ("forward", *split, *fused, *wrt):
                 self._kernel(name, None)
+
+    def backward_bytes(self, wrt: tuple[str, ...]) -> int:
+        """Bytes of workspace for these gradients."""
+        return self.plan.backward_bytes(wrt)
 
     def forward(self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0) -> None:
         """Launch the forward; every element of the outputs is written.
@@ -169,15 +184,26 @@ class Runner:
                 kernel(_addresses(inputs), pointers, stream)
                 combine(_addresses(inputs), pointers, stream)
 
-    def backward(self, inputs: Inputs, saved: Saved, outputs: Gradients, stream: int) -> None:
-        """Launch the gradients that `outputs` has room for; every element of them is written."""
+    def backward(self, inputs: Inputs, saved: Saved, outputs: Gradients, stream: int, workspace: int = 0) -> None:
+        """Launch the gradients that `outputs` has room for; every element of them is written.
+
+        `workspace` is the address of `backward_bytes(wrt)` bytes; without them each gradient has its own kernel.
+        """
         problem = self.problem
-        wanted = [(name, out) for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None]
+        wanted = {name: out for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None}
         with self._guard:
             # All kernels first: what cannot be built must fail before anything is written.
-            kernels = [self._kernels.get(name) or self._kernel(name, stream) for name, _ in wanted]
+            passes = []
+            for fused in self.plan.fused if workspace else ():
+                q, k = fused.names
+                if q in wanted and k in wanted:
+                    pointers = ((_OUT, wanted.pop(k).ptr), (_OUT_Q, wanted.pop(q).ptr), (_FUSED_WORKSPACE, workspace))
+                    passes.append((self._kernels.get(fused.side) or self._kernel(fused.side, stream), pointers))
+            kernels = [self._kernels.get(name) or self._kernel(name, stream) for name in wanted]
             rows = _row_vectors(problem, saved)
-            for (_, out), kernel in zip(wanted, kernels, strict=True):
+            for kernel, pointers in passes:
+                kernel(_addresses(inputs), pointers, stream, rows)
+            for out, kernel in zip(wanted.values(), kernels, strict=True):
                 if 0 in out.shape:
                     continue
                 if problem.heads == 0:
@@ -186,22 +212,25 @@ class Runner:
                     continue
                 kernel(_addresses(inputs), ((_OUT, out.ptr),), stream, rows)
 
-    def _kernel_plan(self, name: str) -> KernelPlan:
+    def _kernel_plans(self, name: str) -> tuple[KernelPlan, ...]:
         forward = self.plan.forward
         if name == UNSPLIT:
-            return replace(forward, splits=1, blocks=forward.blocks // forward.splits)
+            return (replace(forward, splits=1, blocks=forward.blocks // forward.splits),)
         if name == "combine" and self.plan.combine:
-            return self.plan.combine
-        return forward if name == "forward" else self.plan.gradient(name)
+            return (self.plan.combine,)
+        for fused in self.plan.fused:
+            if name == fused.side:
+                return fused.kernels
+        return (forward if name == "forward" else self.plan.gradient(name),)
 
     def _kernel(self, name: str, stream: int | None) -> Any:
-        plan = self._kernel_plan(name)
+        plans = self._kernel_plans(name)
         if stream is not None and self._runtime.streamIsCapturing(stream):
             raise CaptureError(
                 f"the {name} kernel of this problem is not loaded, and loading cannot be captured into a CUDA graph: "
                 "call streamkl_cupy.warmup(...) with the same arrays and options before the capture"
             )
-        kernel = _Kernel(self.problem, plan)
+        kernel = _Kernel(self.problem, *plans)
         return self._kernels.setdefault(name, kernel)
 
 
@@ -232,8 +261,12 @@ def _template(problem: Problem, plan: KernelPlan) -> bytes:
     if plan.name in ("forward", "combine"):
         return operands + rows * 3 + extents + _FORWARD_TAIL.pack(*scales, 0)
     side = problem.teacher if plan.name.startswith("teacher") else problem.student
-    out = _TENSOR4.pack(0, *problem.compact_input_strides(plan.name))
-    return operands + rows * 4 + out + extents + _GRADIENT_TAIL.pack(*scales, side.scale, 0)
+    out, *out_q = (
+        _TENSOR4.pack(0, *problem.compact_input_strides(name))
+        for name in ((f"{plan.name}_k", f"{plan.name}_q") if plan.name in SIDES else (plan.name,))
+    )
+    gradient = operands + rows * 4 + out + extents + _GRADIENT_TAIL.pack(*scales, side.scale, 0)
+    return gradient + out_q[0] + bytes(8) if out_q else gradient
 
 
 def _row_vectors(problem: Problem, saved: Saved) -> bytes:

@@ -299,6 +299,10 @@ class Runner:
     def warmup(self, wrt: Sequence[str] = ()) -> None:
         """Nothing to compile or load here."""
 
+    def backward_bytes(self, wrt: Sequence[str]) -> int:
+        """Of a workspace from the caller: none."""
+        return 0
+
     def forward(self, inputs: Inputs, outputs: RowStats, stream: int = 0) -> None:
         """Write KL and both log-sum-exps of every row."""
         views = self._views(inputs)

@@ -7,10 +7,22 @@ launch shape. It prints itself completely, so a bug report that holds `print(pla
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .arch import ARGS_BYTES, ELEMENT_BYTES, ELEMENT_CODES, PLANES, DeviceFacts, Family, TileRow, Work, families
+from .arch import (
+    ARGS_BYTES,
+    ELEMENT_BYTES,
+    ELEMENT_CODES,
+    PLANES,
+    SIDES,
+    DeviceFacts,
+    Family,
+    TileRow,
+    Work,
+    families,
+)
 from .divergences import DIVERGENCES
 from .masks import MASKS
 from .problem import INPUT_NAMES, Problem
@@ -66,6 +78,21 @@ class KernelPlan:
 
 
 @dataclass(frozen=True)
+class FusedPlan:
+    """Both gradients of one side in one pass over the scores. Its sums have no fixed order."""
+
+    side: str
+    kernels: tuple[KernelPlan, KernelPlan, KernelPlan]
+    """What prepares the workspace, the pass, what makes sums the gradient of the queries: same arguments."""
+    workspace_bytes: int
+    names: tuple[str, str]
+    """The two inputs."""
+
+    def __str__(self) -> str:
+        return f"both gradients of the {self.kernels[1]}, workspace {self.workspace_bytes} B"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything a call would run on a GPU."""
 
@@ -76,6 +103,13 @@ class Plan:
     """Joins the shares of a forward whose keys are split."""
     workspace_bytes: int = 0
     """Partial row states of such a forward; without them it runs unsplit."""
+    fused: tuple[FusedPlan, ...] = ()
+    """What computes both gradients of a side when both are wanted, there is room for its workspace and equal bits from
+    run to run are not asked for; otherwise each has its own kernel."""
+
+    def backward_bytes(self, wrt: Collection[str]) -> int:
+        """Workspace of a backward for these inputs; without it each gradient is computed by its own kernel."""
+        return max((f.workspace_bytes for f in self.fused if all(x in wrt for x in f.names)), default=0)
 
     def gradient(self, name: str) -> KernelPlan:
         for key, kernel in self.gradients:
@@ -97,6 +131,7 @@ class Plan:
             f"  workspace {self.workspace_bytes} B",
             f"  {self.forward}",
             *([f"  {self.combine}"] if self.combine else []),
+            *(f"  {fused}" for fused in self.fused),
             *(f"  {kernel}" for _, kernel in self.gradients),
         ]
         return "\n".join(lines)
@@ -139,6 +174,29 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         gradients=tuple((name, _kernel(Work(problem, name), facts)) for name in wanted),
         combine=_combine(forward, rows) if split else None,
         workspace_bytes=4 * DIVERGENCES["kl"].state_floats * forward.splits * rows if split else 0,
+        fused=tuple(fused for side in SIDES if (fused := _fused(Work(problem, side), facts))),
+    )
+
+
+def _fused(work: Work, facts: DeviceFacts) -> FusedPlan | None:
+    """Both gradients of a side in one pass, where a family can and the order of sums may vary."""
+    family = next((family for family in families() if not family.refuses(work, facts)), None)
+    if family is None or work.problem.deterministic:
+        return None
+    tiles, threads = family.helpers(work)
+    blocks = work.problem.batch * work.problem.heads * tiles
+    if blocks > MAX_GRID:
+        return None
+    main = _kernel(work, facts)
+
+    def helper(does: str) -> KernelPlan:
+        return replace(main, symbol=f"{main.symbol}_{does}", smem_bytes=0, blocks=blocks, threads=threads)
+
+    return FusedPlan(
+        work.name,
+        (helper("prepare"), main, helper("finish")),
+        family.workspace_bytes(work),
+        (f"{work.name}_q", f"{work.name}_k"),
     )
 
 
@@ -183,8 +241,9 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         "SKL_ARGS_BYTES": family.args_bytes(kind),
         **family.constants(work, tile),
     }
-    if kind == "gradient":
+    if kind != "forward":
         constants["SKL_GRAD_SIDE"] = int(work.name.startswith("student"))
+    if kind == "gradient":
         constants["SKL_ROWS_ARE_QUERIES"] = int(not work.rows_are_keys)
     return KernelPlan(
         name=work.name,

@@ -303,6 +303,9 @@ class FakeRunner:
     def warmup(self, wrt: Any) -> None:
         FakeRunner.warmed = wrt
 
+    def backward_bytes(self, wrt: Any) -> int:
+        return 0
+
     def forward(self, inputs: Any, outputs: Any, stream: int) -> None:
         pass
 

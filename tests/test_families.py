@@ -96,6 +96,22 @@ def test_splitting_changes_only_the_last_bits(cupy_only: Any, rng: Any) -> None:
         np.testing.assert_allclose(cupy_only.numpy(got), cupy_only.numpy(expected.array), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D_t, D_s", [(64, 64), (128, 128), (40, 72), (64, 128), (256, 128), (120, 16)])
+def test_both_gradients_in_one_pass(family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int) -> None:
+    for M, N, options in ((300, 333, {}), (257, 700, {"causal": True}), (400, 129, {"causal": True, "q_offset": -37})):
+        case = make(B=2, H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
+                    seed=int(rng.integers(1 << 30)), **options)  # fmt: skip
+        grad = upstream(rng, (2, 4, M))
+        grad[:, :, ::5] *= 1e-3
+        inputs = cupy_only.arrays(case)
+        plan = streamkl_cupy.plan(*inputs, **case.options)
+        assert [fused.side for fused in plan.fused] == (
+            [] if family == "sm80" else [side for side, D in (("teacher", D_t), ("student", D_s)) if D <= 128]
+        )
+        cupy_only.judge(case, grad, arrays=inputs)
+
+
 def test_strides_that_a_map_can_say(family: str, cupy_only: Any, rng: Any) -> None:
     """Slices of a fused projection, the other layout, repeated heads: read in place, by either family."""
     B, H, M, D = 2, 4, 150, 64

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamkl_cupy import launch
-from streamkl_cupy.arch import ARGS_BYTES, Work, families, sm80, sm90
+from streamkl_cupy.arch import ARGS_BYTES, SIDES, Work, families, sm80, sm90, sm90_fused
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
 
@@ -41,7 +41,8 @@ def plan(arch: str = "sm_90", **what: Any) -> Plan:
 
 
 def kernels(p: Plan) -> list[Any]:
-    return [p.forward, *(kernel for _, kernel in p.gradients), *([p.combine] if p.combine else [])]
+    passes = [fused.kernels[1] for fused in p.fused]
+    return [p.forward, *(kernel for _, kernel in p.gradients), *passes, *([p.combine] if p.combine else [])]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -98,6 +99,26 @@ def test_few_rows_split_their_keys_and_many_do_not() -> None:
         assert p.workspace_bytes == 0
 
 
+def test_both_gradients_of_a_side_share_a_pass_where_that_can_be() -> None:
+    p = plan(dims=(192, 128), M=1000, N=3000, heads=6, batch=2, key_heads=2)
+    (student,) = p.fused  # a gradient of 192 columns does not fit
+    assert student.names == ("student_q", "student_k")
+    tiles = -(-1000 // 64)
+    assert student.workspace_bytes == 4 * 2 * 6 * tiles * (64 * (128 + 3) + 1)
+    # Little more than one float32 gradient of the queries.
+    assert student.workspace_bytes < 1.1 * 4 * 2 * 6 * 1000 * 128
+    assert [kernel.blocks for kernel in student.kernels] == [2 * 6 * tiles, 2 * 2 * -(-3000 // 128), 2 * 6 * tiles]
+    assert p.backward_bytes(("student_q", "student_k", "teacher_q")) == student.workspace_bytes
+    for wrt in ((), ("student_q",), ("teacher_q", "student_k"), ("teacher_q", "teacher_k")):
+        assert p.backward_bytes(wrt) == 0
+    assert f"workspace {student.workspace_bytes} B" in str(p)
+    assert [fused.side for fused in plan().fused] == ["teacher", "student"]
+    for what in ({"deterministic": True}, {"dtypes": ("float32",) * 2}, {"dims": (256, 192)}, {"aligned": False}):
+        assert plan(**what).fused == ()
+        assert plan(**what).backward_bytes(INPUT_NAMES) == 0
+    assert plan("sm_80").fused == ()
+
+
 def test_limits_are_errors() -> None:
     with pytest.raises(NotImplementedError, match=f"kernels count rows up to {MAX_ROWS}; split the call"):
         plan(M=MAX_ROWS + 1)
@@ -127,15 +148,16 @@ def test_more_heads_than_two_grid_axes_could_hold() -> None:
 def test_packed_arguments_have_the_size_the_kernels_assert(family: Any) -> None:
     # The kernels compare the same numbers with sizeof; here they are compared with what is really packed.
     p = problem(mask=MaskSpec("causal", (("q_offset", -3),)))
-    for name in ("forward", *INPUT_NAMES):
+    for name in ("forward", *INPUT_NAMES, *SIDES):
         work = Work(p, name)
         if family.refuses(work, facts_for_arch("sm_90")):
             continue
-        kernel = (
-            {"forward": make_plan(p, facts_for_arch("sm_90")).forward}
-            if name == "forward"
-            else dict(make_plan(p, facts_for_arch("sm_90")).gradients)
-        )
+        planned = make_plan(p, facts_for_arch("sm_90"))
+        kernel = {
+            "forward": planned.forward,
+            **dict(planned.gradients),
+            **{fused.side: fused.kernels[1] for fused in planned.fused},
+        }
         assert len(launch._template(p, kernel[name])) == ARGS_BYTES[work.kind]
         assert family.args_bytes(work.kind) % 8 == 0
 
@@ -151,5 +173,5 @@ def test_the_template_carries_the_mask_and_the_scales() -> None:
 
 
 def test_tile_rows_say_why() -> None:
-    rows = {row for table in sm80._TILES.values() for row in table} | set(sm90._FORWARD)
+    rows = {row for table in sm80._TILES.values() for row in table} | set(sm90._FORWARD) | set(sm90_fused.TABLE)
     assert all(row.reason for row in rows)

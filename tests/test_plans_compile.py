@@ -45,7 +45,8 @@ def test_every_problem_of_the_catalogue_has_a_plan(arch: str) -> None:
     assert refused == []
     seen = {(dict(e.kernel.constants)["SKL_T_DIM"], dict(e.kernel.constants)["SKL_S_DIM"]) for e in listed}
     assert seen == set(catalogue.DIMS)
-    assert {e.kernel.name for e in listed} == {"forward", "teacher_q", "teacher_k", "student_q", "student_k"}
+    passes = {"teacher", "student"} if arch == "sm_90" else set()
+    assert {e.kernel.name for e in listed} == {"forward", "teacher_q", "teacher_k", "student_q", "student_k"} | passes
 
 
 def test_the_hardest_cover_every_tile() -> None:

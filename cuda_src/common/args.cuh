@@ -44,3 +44,10 @@ struct GradientArgs {
     float out_scale;                             // the plain scale of the side being differentiated
     int reserved;
 };
+
+// Both gradients of one side: `base.out` is the keys'.
+struct FusedArgs {
+    GradientArgs base;
+    Tensor4 out_q;
+    u64 workspace;  // fused_sm90.cu says what lies there
+};

@@ -3,6 +3,7 @@
 #pragma once
 #include "common/args.cuh"
 #include "common/math.cuh"
+#include "tile/fragment.cuh"
 
 constexpr int kTopExponent = 14;  // scaled gradients of a narrow type stay below 2^15, half of its largest number
 
@@ -23,3 +24,36 @@ __device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask
     x.value = Logit::kNeedsValue ? kLog2e * args.value.at(b, h)[q * args.value.row] : 0.f;
     return x;
 }
+
+// Terms of COLUMNS streamed queries side by side, as floats: of each pair of queries both log-sum-exps of both, then of each
+// pair the weights and, where the logit gradient needs them, the values. A lane's accumulators belong to pairs.
+template <class Logit, int COLUMNS>
+struct TermLayout {
+    static constexpr int kPerQuery = Logit::kNeedsValue ? 4 : 3;
+    static constexpr int kFloats = kPerQuery * COLUMNS;
+
+    __device__ static int lse(int pair) { return 4 * pair; }
+    __device__ static int rest(int pair) { return 2 * COLUMNS + (2 * kPerQuery - 4) * pair; }
+    __device__ static void write(float* tile, int column, const RowTerms& x) {
+        float* const lses = tile + lse(column / 2) + column % 2;
+        float* const others = tile + rest(column / 2) + column % 2;
+        lses[0] = x.lse_t;
+        lses[2] = x.lse_s;
+        others[0] = x.weight;
+        if constexpr (Logit::kNeedsValue) others[2] = x.value;
+    }
+    // From shared memory.
+    __device__ static void read(RowTerms (&x)[2], u32 tile, int pair) {
+        const float4 lses = shared_float4(tile + 4 * lse(pair));
+        float4 others = {0.f, 0.f, 0.f, 0.f};
+        if constexpr (Logit::kNeedsValue) {
+            others = shared_float4(tile + 4 * rest(pair));
+        } else {
+            const float2 weights = shared_float2(tile + 4 * rest(pair));
+            others.x = weights.x;
+            others.y = weights.y;
+        }
+        x[0] = {lses.x, lses.z, others.x, others.z};
+        x[1] = {lses.y, lses.w, others.y, others.w};
+    }
+};

@@ -12,8 +12,11 @@ ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PLANES = {"highest": 3, "high": 2}
 
+SIDES = ("teacher", "student")
+
 # Bytes of the argument structs in cuda_src/common/args.cuh; launch.py packs them, the kernels assert them.
 ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + 72 + 16, "gradient": 4 * 40 + 4 * 32 + 40 + 72 + 16}
+ARGS_BYTES["fused"] = ARGS_BYTES["gradient"] + 40 + 8
 
 
 @dataclass(frozen=True)
@@ -29,24 +32,31 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel's share of a problem: "forward", or the gradient of the input `name`."""
+    """One kernel's share of a problem: "forward", the gradient of the input `name`, or both of the side `name`."""
 
     problem: Problem
     name: str
 
     @property
     def kind(self) -> str:
-        return "forward" if self.name == "forward" else "gradient"
+        if self.name == "forward":
+            return "forward"
+        return "fused" if self.name in SIDES else "gradient"
 
     @property
     def rows_are_keys(self) -> bool:
         """Whether the stationary operand is the keys and the queries are streamed."""
-        return self.name.endswith("_k")
+        return self.name.endswith("_k") or self.kind == "fused"
 
     @property
     def side(self) -> Side:
         """The side that is differentiated."""
         return self.problem.teacher if self.name.startswith("teacher") else self.problem.student
+
+    @property
+    def other_side(self) -> Side:
+        """The side whose scores are only recomputed."""
+        return self.problem.student if self.name.startswith("teacher") else self.problem.teacher
 
     @property
     def heads(self) -> int:
@@ -58,7 +68,7 @@ class Work:
 
     @property
     def out_dim(self) -> int:
-        return self.side.dim if self.kind == "gradient" else 0
+        return 0 if self.kind == "forward" else self.side.dim
 
     @property
     def row_vectors(self) -> int:
@@ -147,6 +157,14 @@ class Family(ABC):
     def boxes(self, work: Work, tile: TileRow) -> tuple[tuple[str, int], ...]:
         """Inputs that are read through tensor maps, in the order of the arguments, with the rows of a box."""
         return ()
+
+    def workspace_bytes(self, work: Work) -> int:
+        """Global memory that a fused kernel works in."""
+        return 0
+
+    def helpers(self, work: Work) -> tuple[int, int]:
+        """Blocks per query head, and threads of each, of the kernels that run before and after a fused one."""
+        return 0, 0
 
     def fitting(self, work: Work, facts: DeviceFacts) -> list[TileRow]:
         """The rows of the table that this work and this GPU allow."""

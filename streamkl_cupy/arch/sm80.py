@@ -66,6 +66,8 @@ class _Portable(Family):
                 f"GPU {facts.name or '?'} has compute capability {major}.{minor}; kernels are built for 8.0 (Ampere) "
                 "and newer; use NumPy arrays to compute on the CPU"
             )
+        if work.kind == "fused":
+            return "it computes one gradient at a time"
         if not self.fitting(work, facts):
             teacher, student = work.sides
             return (

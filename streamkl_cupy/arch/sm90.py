@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from ..problem import INPUT_NAMES, Operand
 from ..tensor_maps import MAP_BYTES
-from . import ARGS_BYTES, ELEMENT_BYTES, DeviceFacts, Family, TileRow, Work, vector_loads
+from . import ARGS_BYTES, ELEMENT_BYTES, DeviceFacts, Family, TileRow, Work, sm90_fused, vector_loads
+from .sm90_fused import FusedRow
 
 COLUMNS = 64
 MAX_STRIDE_BYTES = 1 << 40
@@ -105,6 +106,8 @@ class _Hopper(Family):
         for name in INPUT_NAMES:
             if reason := _no_map(problem.operand(name)):
                 return f"{name}: {reason}"
+        if work.kind == "fused" and (reason := sm90_fused.refuses(work)):
+            return reason
         return "" if self.fitting(work, facts) else "the head dims need more shared memory than there is"
 
     def flag(self, capability: tuple[int, int]) -> str:
@@ -114,9 +117,11 @@ class _Hopper(Family):
         return f"kernels/{kind}_sm90.cu", f"streamkl_{kind}"
 
     def table(self, work: Work) -> tuple[TileRow, ...]:
-        return _TILES[_role(work)]
+        return sm90_fused.TABLE if work.kind == "fused" else _TILES[_role(work)]
 
     def smem_bytes(self, work: Work, tile: TileRow) -> int:
+        if isinstance(tile, FusedRow):
+            return sm90_fused.smem_bytes(work, tile)
         chunks = sum(_chunks(side.dim) for side in work.sides)
         rows = 1024 + tile.rows * chunks * 128
         if work.kind == "forward":
@@ -125,9 +130,11 @@ class _Hopper(Family):
         return rows + tile.stages * (tile.columns * chunks * 128 + terms) + 8 * (2 * tile.stages + 3)
 
     def threads(self, tile: TileRow) -> int:
-        return tile.warps * 32 + 128
+        return sm90_fused.THREADS if isinstance(tile, FusedRow) else tile.warps * 32 + 128
 
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
+        if isinstance(tile, FusedRow):
+            return sm90_fused.constants(work, tile)
         consumer, producer = _REGISTERS[_role(work)][tile.warps // 4, tile.min_blocks]
         return {
             **({"SKL_PIECE_CHUNKS": self._piece_chunks(tile)} if work.kind == "forward" else {}),
@@ -144,6 +151,12 @@ class _Hopper(Family):
         return tuple(
             (name, tile.rows if name.endswith("_k") == work.rows_are_keys else tile.columns) for name in INPUT_NAMES
         )
+
+    def workspace_bytes(self, work: Work) -> int:
+        return sm90_fused.workspace_bytes(work)
+
+    def helpers(self, work: Work) -> tuple[int, int]:
+        return sm90_fused.query_tiles(work), sm90_fused.HELPER_THREADS
 
     @staticmethod
     def _piece_chunks(tile: TileRow) -> int:

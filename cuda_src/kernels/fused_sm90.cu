@@ -1,0 +1,541 @@
+// Backward of one side on Hopper, both gradients in one pass: the mathematics of gradient_sm80.cu with four products per
+// tile where a kernel per gradient needs six. "Own" is the side that is differentiated, "other" the one only recomputed; X
+// are own logits, dX = g * dvalue/dX:
+//
+//   dK = c dX^T Q   summed in registers by the block that owns the keys, over the query heads that share them
+//   dQ = c dX K     needs all keys: blocks add fp32 parts in global memory, in no fixed order
+//
+// Three kernels: `prepare` clears the sums of dQ and writes the rows' statistics where the copy engine can fetch them, the
+// main kernel adds, `finish` scales and converts dQ. In the workspace, one entry per query head and kColumns queries:
+//
+//   sums       [own D / 8][...] floats, in the order in which the accumulators of the dQ product hold them
+//   terms      of the queries, as tile/terms.cuh lays them out; narrow types: g times what takes back a row's scale
+//   exponents  int, types of narrow exponent only: the largest exponent of g * bound
+//
+// Main kernel:
+//
+//   block     kRows = 2 x 64 keys of one own key head, resident in shared memory
+//   producer  one thread; streams queries, kColumns at a time: other side and own side through a ring each, the own one
+//             with the terms. Other keys are loaded anew where the query head reads other ones
+//   consumers two warpgroups, 64 keys each: both scores, transposed (keys x queries), become dX^T, which is operand A of
+//             dK from registers, and goes through shared memory to
+//   dQ        one warpgroup: dX (read transposed) times the own keys, 64 columns at a time; each warp stages its rows in
+//             shared memory and has the copy engine add them to the sums
+//
+//   barrier        arrivals                    waited for by
+//   own_keys       1 (+ bytes)                 consumers and dQ, once
+//   keys_full      1 (+ bytes)                 consumers: other keys are here
+//   keys_empty     one per consumer warp       the producer: other keys may be overwritten
+//   other_full[i]  1 (+ bytes)                 consumers
+//   other_empty[i] one per consumer warp       the producer
+//   own_full[i]    1 (+ bytes)                 consumers
+//   own_empty[i]   one per consumer warp       the producer
+//   handed[i]      one per consumer warp       dQ: tile i of dX is complete
+//   taken[i]       one per warp of dQ          consumers: tile i of dX may be overwritten
+//
+// Consumers never wait for one another. With kAhead a consumer multiplies the other side's next tile while it works on
+// this one. An element type of narrow exponent gets dX twice: with g, scaled by one power of two per key block, for dK, and
+// without g, scaled by one per row, for dQ; `finish` multiplies g in.
+#include "common/args.cuh"
+#include "common/config.cuh"
+#include "common/math.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/shared.cuh"
+#include "tile/clear.cuh"
+#include "tile/fragment.cuh"
+#include "tile/schedule.cuh"
+#include "tile/swizzled.cuh"
+#include "@mask"
+#include "@divergence"
+#include "tile/terms.cuh"
+
+constexpr int kSide = SKL_GRAD_SIDE;
+using Logit = LogitGradient<kSide>;
+
+template <int SIDE> struct OfSide;
+template <> struct OfSide<kTeacher> { using Operand = ::Operand<SKL_T_ELEMENT, SKL_T_DIM>; };
+template <> struct OfSide<kStudent> { using Operand = ::Operand<SKL_S_ELEMENT, SKL_S_DIM>; };
+using Own = OfSide<kSide>::Operand;
+using Other = OfSide<1 - kSide>::Operand;
+using E = Element<Own::kCode>;
+using Terms = TermLayout<Logit, kColumns>;
+
+struct HopperFusedArgs {
+    TensorMap teacher_q, teacher_k, student_q, student_k;
+    FusedArgs fused;
+};
+
+constexpr int kGroups = kWarps / 4;
+constexpr int kTiles = kColumns / 8;
+constexpr int kOwnRing = SKL_STAGES, kOtherRing = SKL_OTHER_STAGES;
+constexpr int kHandovers = SKL_HANDOVERS;  // tiles of dX between the consumers and dQ
+constexpr int kStagings = SKL_STAGINGS;    // buffers between dQ and the copy engine
+constexpr bool kAhead = SKL_AHEAD;
+constexpr bool kNarrow = E::kNarrowExponent;         // gradients of logits are scaled by powers of two
+constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^(kTopExponent - exponent)
+
+constexpr int kOutTiles = 2 * Own::kSteps;  // tiles of 8 columns of dK
+
+constexpr int kOwnTileBytes = Own::bytes(kColumns), kOtherTileBytes = Other::bytes(kColumns);
+constexpr int kHandoverBytes = kRows * kColumns * 2;
+constexpr int kStagingBytes = 64 * kColumns * 4;
+constexpr int kTermBytes = 4 * Terms::kFloats;
+
+// Offsets in shared memory.
+constexpr int kOtherKeysAt = 0;
+constexpr int kOwnKeysAt = kOtherKeysAt + Other::bytes(kRows);
+constexpr int kOtherAt = kOwnKeysAt + Own::bytes(kRows);
+constexpr int kOwnAt = kOtherAt + kOtherRing * kOtherTileBytes;
+constexpr int kHandoverAt = kOwnAt + kOwnRing * kOwnTileBytes;
+constexpr int kStagingAt = kHandoverAt + kHandovers * kHandoverBytes;
+constexpr int kTermsAt = kStagingAt + kStagings * kStagingBytes;
+constexpr int kBarriersAt = kTermsAt + kOwnRing * kTermBytes;
+constexpr int kBarriers = 3 + 2 * (kOtherRing + kOwnRing + kHandovers);
+
+static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
+static_assert(kWarpTiles == 1 && kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
+static_assert(sizeof(HopperFusedArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperFusedArgs differ");
+static_assert(1024 + kBarriersAt + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
+
+using Scores = float[kTiles][4];  // of one consumer thread: accumulators of keys x queries
+
+// What a narrow type's gradients without g are multiplied by, a power of two per row, and what takes it back.
+__device__ inline int plain_exponent(const RowTerms& x) { return kTopExponent - 1 - exponent_of(Logit::bound(x.value)); }
+__device__ inline float plain_scale(const RowTerms& x) { return power_of_two(plain_exponent(x)); }
+__device__ inline float plain_unscale(const RowTerms& x) { return power_of_two(-plain_exponent(x)); }
+
+struct Workspace {
+    float* sums;
+    float* terms;
+    int* exponents;
+    int heads, tiles;
+
+    __device__ explicit Workspace(const FusedArgs& args) {
+        const Extents& n = args.base.n;
+        heads = n.heads;
+        tiles = ceil_div(n.queries, kColumns);
+        const i64 entries = static_cast<i64>(n.batch * heads) * tiles;
+        sums = reinterpret_cast<float*>(args.workspace);
+        terms = sums + entries * (kColumns * Own::kDim);
+        exponents = reinterpret_cast<int*>(terms + entries * Terms::kFloats);
+    }
+    __device__ i64 entry(int b, int h, int tile) const { return static_cast<i64>(b * heads + h) * tiles + tile; }
+};
+
+// Tiles of 8 columns in a 64-column chunk of the sums, and where thread `thread` of the dQ warpgroup has its four elements
+// of such a tile. A warp's part of a chunk is contiguous.
+__device__ constexpr int sum_tiles(int chunk) { return chunk < Own::kDim / 64 ? 8 : Own::kDim % 64 / 8; }
+__device__ inline int sum_index(int chunk, int tile, int thread) {
+    return chunk * 64 * kColumns + ((thread / 32 * sum_tiles(chunk) + tile) * 32 + thread % 32) * 4;
+}
+
+// Which (batch, head, tile) of the workspace a block of the small kernels has.
+struct Entry {
+    int batch, head, tile;
+    __device__ explicit Entry(const Workspace& space) {
+        const int pair = blockIdx.x / space.tiles;
+        tile = blockIdx.x % space.tiles;
+        batch = pair / space.heads;
+        head = pair % space.heads;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(128) streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
+    const GradientArgs& args = all.fused.base;
+    const Workspace space(all.fused);
+    const Entry at(space);
+    const i64 entry = space.entry(at.batch, at.head, at.tile);
+
+    float4* const sums = reinterpret_cast<float4*>(space.sums + entry * (kColumns * Own::kDim));
+#pragma unroll
+    for (int i = 0; i < kColumns * Own::kDim / 4 / 128; ++i) sums[threadIdx.x + 128 * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (threadIdx.x >= 32) return;
+
+    const Mask mask(args.n);
+    int top = kLowestExponent;
+#pragma unroll
+    for (int j = threadIdx.x; j < kColumns; j += 32) {
+        RowTerms x = read_terms<Logit>(args, mask, at.batch, at.head, at.tile * kColumns + j);
+        const int e = exponent_of(x.weight * Logit::bound(x.value));
+        if (e < 127) top = max(top, e);
+        if constexpr (kNarrow) x.weight *= plain_unscale(x);
+        Terms::write(space.terms + entry * Terms::kFloats, j, x);
+    }
+    if constexpr (kNarrow) {
+        top = __reduce_max_sync(~0u, top);
+        if (threadIdx.x == 0) space.exponents[entry] = top;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(128) streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
+    const GradientArgs& args = all.fused.base;
+    const Tensor4& out = all.fused.out_q;
+    const Workspace space(all.fused);
+    const Entry at(space);
+    const i64 entry = space.entry(at.batch, at.head, at.tile);
+    const float* const sums = space.sums + entry * (kColumns * Own::kDim);
+    const Mask mask(args.n);
+    const int row = threadIdx.x / 32 * 16 + lane_id() / 4;
+
+    float factor[2];
+    u64 address[2];
+    bool inside[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int r = row + 8 * half, q = at.tile * kColumns + r;
+        factor[half] = Logit::kFactor * args.out_scale;
+        if constexpr (kNarrow) {
+            const RowTerms x = read_terms<Logit>(args, mask, at.batch, at.head, q);
+            factor[half] *= x.weight * plain_unscale(x);
+        }
+        address[half] = out.pointer + (at.batch * out.batch + at.head * out.head + q * out.row + 2 * (lane_id() & 3)) * E::kBytes;
+        inside[half] = q < args.n.queries;
+    }
+#pragma unroll
+    for (int c = 0; c < Own::kChunks; ++c)
+#pragma unroll
+        for (int d = 0; d < sum_tiles(c); ++d) {
+            const float4 x = *reinterpret_cast<const float4*>(sums + sum_index(c, d, threadIdx.x));
+            const int column = (64 * c + 8 * d) * E::kBytes;
+            if (inside[0]) E::store_pair(address[0] + column, x.x * factor[0], x.y * factor[0]);
+            if (inside[1]) E::store_pair(address[1] + column, x.z * factor[1], x.w * factor[1]);
+        }
+}
+
+__device__ inline u32 pack(float lo, float hi) {
+    u32 planes[1];
+    E::split(lo, hi, planes);
+    return planes[0];
+}
+
+// dX^T with g of one consumer thread as operand A, a fragment per 16 queries.
+using Gradients = u32[kTiles / 2][4];
+
+// Puts one fragment where the dQ warpgroup reads: 16 queries further are 32 bytes further in the row, under the swizzle too.
+__device__ inline void hand_over(u32 hand, int k, const u32 (&fragment)[4]) { stmatrix_x4(hand ^ (k << 5), fragment); }
+
+// With MASKED the pairs that are not visible are set to zero after the fact, whatever came out for them. Two instances,
+// because a test inside one would be turned into selections that every tile pays for. What a narrow type hands over is
+// handed over here: there are no registers to keep it.
+template <bool MASKED>
+__device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& other, Scores& own, u32 terms, float lift,
+                                       const Mask& mask, int key, int first_query, float ct, float cs) {
+    const int pair = lane_id() & 3;
+#pragma unroll
+    for (int c = 0; c < kTiles; ++c) {
+        RowTerms x[2];
+        Terms::read(x, terms, 4 * c + pair);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const RowTerms& row = x[e & 1];
+            const float t = kSide == kTeacher ? own[c][e] : other[c][e], s = kSide == kTeacher ? other[c][e] : own[c][e];
+            float dx = Logit::evaluate(fmaf(t, ct, -row.lse_t), fmaf(s, cs, -row.lse_s), row.value);
+            dx *= kNarrow ? plain_scale(row) : row.weight;
+            if constexpr (MASKED) {
+                if (!mask.visible(first_query + 8 * c + 2 * pair + (e & 1), key + 8 * (e >> 1))) dx = 0.f;
+            }
+            own[c][e] = dx;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kTiles / 2; ++k) {
+        if constexpr (kNarrow) {
+            u32 plain[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) plain[i] = pack(own[2 * k + i / 2][2 * (i % 2)], own[2 * k + i / 2][2 * (i % 2) + 1]);
+            hand_over(hand, k, plain);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                RowTerms x[2];
+                Terms::read(x, terms, 4 * (2 * k + half) + pair);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float& dx = own[2 * k + half][e];
+                    // An infinite weight must not make a pair that is not visible count.
+                    dx = MASKED && dx == 0.f ? 0.f : dx * (x[e & 1].weight * lift);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[k][i] = pack(own[2 * k + i / 2][2 * (i % 2)], own[2 * k + i / 2][2 * (i % 2) + 1]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(const __grid_constant__ HopperFusedArgs all) {
+    extern __shared__ unsigned char shared[];
+    const GradientArgs& args = all.fused.base;
+    const Extents& n = args.n;
+    const int own_group = kSide == kTeacher ? n.teacher_group : n.student_group;
+    const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
+    const int own_heads = n.heads / own_group;
+    const Block block = block_of(n, own_heads, n.batch * own_heads, false);
+    const Mask mask(n);
+    // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const int lane = lane_id();
+
+    const u32 base = (static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u;
+    const u32 own_keys = base + kBarriersAt, keys_full = own_keys + 8, keys_empty = keys_full + 8;
+    const u32 other_full = keys_empty + 8, other_empty = other_full + 8 * kOtherRing;
+    const u32 own_full = other_empty + 8 * kOtherRing, own_empty = own_full + 8 * kOwnRing;
+    const u32 handed = own_empty + 8 * kOwnRing, taken = handed + 8 * kHandovers;
+    if (threadIdx.x == 0) {
+        mbarrier_init(own_keys, 1);
+        mbarrier_init(keys_full, 1);
+        mbarrier_init(keys_empty, kWarps);
+        for (int i = 0; i < kOtherRing; ++i) {
+            mbarrier_init(other_full + 8 * i, 1);
+            mbarrier_init(other_empty + 8 * i, kWarps);
+        }
+        for (int i = 0; i < kOwnRing; ++i) {
+            mbarrier_init(own_full + 8 * i, 1);
+            mbarrier_init(own_empty + 8 * i, kWarps);
+        }
+        for (int i = 0; i < kHandovers; ++i) {
+            mbarrier_init(handed + 8 * i, kWarps);
+            mbarrier_init(taken + 8 * i, 4);
+        }
+        mbarrier_publish();
+    }
+    __syncthreads();
+
+    const int first_key = block.tile * kRows;
+    const Range queries = mask.queries_of(first_key, min(first_key + kRows, n.keys));
+    const int first_tile = queries.begin / kColumns, tiles = queries.empty() ? 0 : ceil_div(queries.end, kColumns) - first_tile;
+    const int first_head = block.head * own_group, end_head = first_head + own_group;
+    // Whether other keys must be loaded before the head's first tile.
+    const auto new_keys = [&](int head) { return head == first_head || head % other_group == 0; };
+
+    if (group == kGroups + 1) {
+        registers_lower<SKL_PRODUCER_REGISTERS>();
+        if (threadIdx.x == kThreads + 128) {
+            const TensorMap& other_q = kSide == kTeacher ? all.student_q : all.teacher_q;
+            const TensorMap& other_k = kSide == kTeacher ? all.student_k : all.teacher_k;
+            const TensorMap& own_q = kSide == kTeacher ? all.teacher_q : all.student_q;
+            const TensorMap& own_k = kSide == kTeacher ? all.teacher_k : all.student_k;
+            const Workspace space(all.fused);
+            RingCursor<1> at_keys;
+            RingCursor<kOtherRing> at_other;
+            RingCursor<kOwnRing> at_own;
+            mbarrier_expect(own_keys, Own::bytes(kRows));
+            load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, first_key, block.head, block.batch);
+            for (int head = first_head; head < end_head; ++head) {
+                if (new_keys(head)) {
+                    mbarrier_wait(keys_empty, at_keys.parity ^ 1);
+                    mbarrier_expect(keys_full, Other::bytes(kRows));
+                    load_chunks<kRows>(base + kOtherKeysAt, other_k, keys_full, 0, Other::kChunks, first_key, head / other_group,
+                                       block.batch);
+                    at_keys.advance();
+                }
+                const float* terms = space.terms + space.entry(block.batch, head, first_tile) * Terms::kFloats;
+                for (int i = 0; i < tiles; ++i) {
+                    const int query = (first_tile + i) * kColumns;
+                    mbarrier_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
+                    const u32 other = other_full + 8 * at_other.slot;
+                    mbarrier_expect(other, kOtherTileBytes);
+                    load_chunks<kColumns>(base + kOtherAt + at_other.slot * kOtherTileBytes, other_q, other, 0, Other::kChunks, query,
+                                          head, block.batch);
+                    at_other.advance();
+                    mbarrier_wait(own_empty + 8 * at_own.slot, at_own.parity ^ 1);
+                    const u32 own = own_full + 8 * at_own.slot;
+                    mbarrier_expect(own, kOwnTileBytes + kTermBytes);
+                    load_chunks<kColumns>(base + kOwnAt + at_own.slot * kOwnTileBytes, own_q, own, 0, Own::kChunks, query, head,
+                                          block.batch);
+                    bulk_load(base + kTermsAt + at_own.slot * kTermBytes, terms + i * Terms::kFloats, kTermBytes, own);
+                    at_own.advance();
+                }
+            }
+        }
+        return;
+    }
+
+    if (group == kGroups) {
+        registers_lower<SKL_DQ_REGISTERS>();
+        mbarrier_wait(own_keys, 0);
+        const int thread = threadIdx.x & 127;
+        const Range seen = mask.keys_of(0, n.queries);
+        if (seen.begin > first_key || seen.end < min(first_key + kRows, n.keys))
+            clear_rows<kRows, Own::kChunks>(base + kOwnKeysAt, first_key, seen, 1 + group);
+
+        const u64 gradients = swizzled_descriptor(base + kHandoverAt), keys = swizzled_descriptor(base + kOwnKeysAt, kRows * 128);
+        const u32 staging = base + kStagingAt;
+        const Workspace space(all.fused);
+        RingCursor<kHandovers> at;
+        RingCursor<kStagings> stage;
+        for (int head = first_head; head < end_head; ++head) {
+            float* sums = space.sums + space.entry(block.batch, head, first_tile) * (kColumns * Own::kDim);
+            for (int i = 0; i < tiles; ++i) {
+                mbarrier_wait(handed + 8 * at.slot, at.parity);
+#pragma unroll
+                for (int c = 0; c < Own::kChunks; ++c) {
+                    float part[8][4];  // kColumns queries x 64 columns of dQ
+                    wgmma_fence();
+#pragma unroll
+                    for (int k = 0; k < kRows / 16; ++k)
+                        wgmma<Own::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kHandoverBytes + k * 2048) >> 4),
+                                                keys + ((c * kRows * 128 + k * 2048) >> 4), k > 0);
+                    wgmma_commit();
+                    wgmma_wait<0>();
+                    settle(part);
+                    if (c == Own::kChunks - 1 && lane == 0) mbarrier_arrive(taken + 8 * at.slot);
+
+                    // The warp's own part of the buffer: no other warp is waited for.
+                    const u32 mine = staging + stage.slot * kStagingBytes + thread / 32 * (kStagingBytes / 4);
+                    if (lane == 0) bulk_wait_read<kStagings - 1>();
+                    __syncwarp();
+#pragma unroll
+                    for (int d = 0; d < sum_tiles(c); ++d) store_float4(mine + (d * 32 + lane) * 16, part[d]);
+                    async_fence();
+                    __syncwarp();
+                    if (lane == 0) {
+                        bulk_add(sums + sum_index(c, 0, thread), mine, sum_tiles(c) * 512);
+                        bulk_commit();
+                    }
+                    stage.advance();
+                }
+                sums += kColumns * Own::kDim;
+                at.advance();
+            }
+        }
+        if (lane == 0) bulk_wait();
+        return;
+    }
+
+    registers_raise<SKL_CONSUMER_REGISTERS>();
+    const int group_key = first_key + 64 * group, group_row = 64 * group + 16 * ((threadIdx.x / 32) & 3);
+    const int key = first_key + group_row + lane / 4;
+    const float ct = args.teacher_scale, cs = args.student_scale;
+    // Where this lane puts its part of dX^T: row lane % 16 of the warp's 16 keys, one half of 16 queries.
+    const int hand_row = group_row + (lane & 15);
+    const u32 hand_start = base + kHandoverAt + hand_row * 128 + (((lane >> 4) ^ (hand_row & 7)) << 4);
+
+    float lift = 1.f;  // narrow types: what weights are multiplied by, a power of two
+    if constexpr (kNarrow) {
+        const Workspace space(all.fused);
+        int exponent = kLowestExponent;
+        const int* exponents = space.exponents + space.entry(block.batch, first_head, 0);
+        for (i64 i = lane; i < static_cast<i64>(own_group) * space.tiles; i += 32) exponent = max(exponent, exponents[i]);
+        lift = power_of_two(kTopExponent - __reduce_max_sync(~0u, exponent));
+    }
+
+    const u64 keys_other = swizzled_descriptor(base + kOtherKeysAt + group * 64 * 128);
+    const u64 keys_own = swizzled_descriptor(base + kOwnKeysAt + group * 64 * 128);
+    const u64 ring_other = swizzled_descriptor(base + kOtherAt), ring_own = swizzled_descriptor(base + kOwnAt);
+    const u64 ring_own_rows = swizzled_descriptor(base + kOwnAt, kColumns * 128);
+    RingCursor<1> at_keys;
+    RingCursor<kOtherRing> at_other;
+    RingCursor<kOwnRing> at_own;
+    RingCursor<kHandovers> at_handed;
+    const auto release = [&](u32 barrier) {
+        if (lane == 0) mbarrier_arrive(barrier);
+    };
+
+    float out[kOutTiles][4];
+#pragma unroll
+    for (int i = 0; i < 4 * kOutTiles; ++i) out[i / 4][i % 4] = 0.f;
+    Scores other_a, other_b, own;
+    Scores& other_next = kAhead ? other_b : other_a;
+    mbarrier_wait(own_keys, 0);
+
+    const auto multiply_other = [&](Scores& scores) {
+        mbarrier_wait(other_full + 8 * at_other.slot, at_other.parity);
+        wgmma_fence();
+        const u64 tile = ring_other + static_cast<u64>(at_other.slot * (kOtherTileBytes >> 4));
+        multiply_rows<Other, kRows, Other::kChunks>(scores, keys_other, tile, 0);
+        wgmma_commit();
+    };
+    const auto multiply_own = [&] {
+        mbarrier_wait(own_full + 8 * at_own.slot, at_own.parity);
+        wgmma_fence();
+        const u64 tile = ring_own + static_cast<u64>(at_own.slot * (kOwnTileBytes >> 4));
+        multiply_rows<Own, kRows, Own::kChunks>(own, keys_own, tile, 0);
+        wgmma_commit();
+    };
+    const auto other_done = [&] {
+        release(other_empty + 8 * at_other.slot);
+        at_other.advance();
+    };
+    // Works on tile i, whose scores are `now` and `own`, and leaves those of the next one in `next` and `own`.
+    const auto step = [&](int i, Scores& now, Scores& next) {
+        const int query = (first_tile + i) * kColumns, slot = at_own.slot;
+        const u32 terms = base + kTermsAt + slot * kTermBytes;
+        const bool more = i + 1 < tiles;
+        at_own.advance();
+        if (kAhead && more) multiply_other(next);
+
+        const u32 hand = hand_start + at_handed.slot * kHandoverBytes;
+        if constexpr (kNarrow) mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
+        Gradients dx;
+        const bool full = mask.full(query, query + kColumns, group_key, group_key + 64);
+        if (full)
+            logit_gradients<false>(dx, hand, now, own, terms, lift, mask, key, query, ct, cs);
+        else
+            logit_gradients<true>(dx, hand, now, own, terms, lift, mask, key, query, ct, cs);
+        if constexpr (!kNarrow) {
+            mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
+#pragma unroll
+            for (int k = 0; k < kTiles / 2; ++k) hand_over(hand, k, dx[k]);
+        }
+        async_fence();
+        __syncwarp();
+        release(handed + 8 * at_handed.slot);
+        at_handed.advance();
+
+        const u32 own_tile = base + kOwnAt + slot * kOwnTileBytes;
+        if (!full && (query < queries.begin || min(query + kColumns, n.queries) > queries.end))
+            clear_rows<kColumns, Own::kChunks>(own_tile, query, queries, 1 + group);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kTiles / 2; ++k)
+            wgmma<Own::kHalf, 1>(out, dx[k], ring_own_rows + static_cast<u64>((slot * kOwnTileBytes + k * 2048) >> 4), 1);
+        wgmma_commit();
+        if (!more) {
+            wgmma_wait<0>();
+            settle(out);
+            release(own_empty + 8 * slot);
+            return;
+        }
+        if (!kAhead) multiply_other(next);
+        multiply_own();
+        wgmma_wait<1>();
+        settle(out);
+        settle(next);
+        release(own_empty + 8 * slot);
+        other_done();
+        wgmma_wait<0>();
+        settle(own);
+    };
+
+    for (int head = first_head; head < end_head; ++head) {
+        if (new_keys(head)) {
+            mbarrier_wait(keys_full, at_keys.parity);
+            at_keys.advance();
+        }
+        if (tiles > 0) {
+            multiply_other(other_a);
+            multiply_own();
+            wgmma_wait<0>();
+            settle(other_a);
+            settle(own);
+            other_done();
+        }
+        for (int i = 0; i < tiles; i += 2) {
+            step(i, other_a, other_next);
+            if (i + 1 < tiles) step(i + 1, other_next, other_a);
+        }
+        if (head + 1 < end_head && new_keys(head + 1)) release(keys_empty);
+    }
+
+    const float factor = Logit::kFactor * args.out_scale / lift;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int k = key + 8 * half;
+        if (k >= n.keys) continue;
+        const u64 address = args.out.pointer +
+                            (block.batch * args.out.batch + block.head * args.out.head + k * args.out.row + 2 * (lane & 3)) * E::kBytes;
+#pragma unroll
+        for (int d = 0; d < Own::kDim / 8; ++d)
+            E::store_pair(address + 8 * d * E::kBytes, out[d][2 * half] * factor, out[d][2 * half + 1] * factor);
+    }
+}

@@ -1,0 +1,103 @@
+"""The Hopper kernel that computes both gradients of one side in one pass: `kernels/fused_sm90.cu`.
+
+Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), 128 keys and 64 queries to a tile:
+
+    1024 (alignment) + 16384 * (chunks(D_own) + chunks(D_other)) + 8192 * (stages * chunks(D_own)
+        + other_stages * chunks(D_other)) + 16384 * (handovers + stagings) + stages * row_vectors * 256 + barriers
+
+Registers per consumer thread: 64 scores, 32 more where the other side's next tile is multiplied ahead, and the gradient
+of the keys, round_up(D_own, 16) / 2. Beyond D_own = 128 they do not fit.
+
+Workspace, bytes, per query head: 4 * D_own + 4 * row_vectors for each query, and 4 for each 64 of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import TileRow, Work
+
+COLUMNS = 64
+MAX_OUT = 128
+
+# Threads of the consumers, of the warpgroup that computes the gradient of the queries, of the producer.
+THREADS = 256 + 128 + 128
+# Their registers per thread; a large gradient and a score tile ahead need the second set.
+REGISTERS, CROWDED_REGISTERS = (200, 72, 40), (208, 72, 24)
+HELPER_THREADS = 128
+
+
+@dataclass(frozen=True)
+class FusedRow(TileRow):
+    """A row of the table. `stages` queries' tiles of the own side are in flight and `other_stages` of the other one."""
+
+    other_stages: int = 2
+    handovers: int = 2
+    """Tiles of score gradients between the consumers and the warpgroup that takes them."""
+    stagings: int = 1
+    """Buffers between that warpgroup and the copy engine."""
+    ahead: bool = True
+    """Whether the other side's next tile is multiplied while this one is worked on."""
+
+
+TABLE = (
+    FusedRow(8, 1, COLUMNS, 6, 1, 64, "long rings of small tiles", max_out=64, other_stages=6, stagings=2),
+    FusedRow(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=MAX_OUT, other_stages=4, stagings=2),
+    FusedRow(8, 1, COLUMNS, 3, 1, 128, "three stages are 15 % faster than two", max_out=MAX_OUT, other_stages=3),
+    FusedRow(8, 1, COLUMNS, 2, 1, 192, "a long other side", max_out=MAX_OUT),
+    FusedRow(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=MAX_OUT, handovers=1, ahead=False),
+)
+
+
+def refuses(work: Work) -> str:
+    """Why the work must be done by a kernel per gradient; empty where it can be fused."""
+    if work.out_dim > MAX_OUT:
+        return f"registers hold gradients of head dims up to {MAX_OUT}"
+    return ""
+
+
+def smem_bytes(work: Work, tile: FusedRow) -> int:
+    """Dynamic shared memory of a block."""
+    own, other = _chunks(work.side.dim), _chunks(work.other_side.dim)
+    rings = tile.stages * own + tile.other_stages * other
+    barriers = 8 * (3 + 2 * (tile.stages + tile.other_stages + tile.handovers))
+    return (
+        1024
+        + tile.rows * 128 * (own + other)
+        + COLUMNS * 128 * rings
+        + 16384 * (tile.handovers + tile.stagings)
+        + tile.stages * work.row_vectors * COLUMNS * 4
+        + barriers
+    )
+
+
+def constants(work: Work, tile: FusedRow) -> dict[str, int]:
+    """What is compiled in."""
+    crowded = work.out_dim > 96
+    # Four row vectors and a large gradient leave no registers for a third score tile; less so where types need scaling.
+    ahead = tile.ahead and not (work.row_vectors == 4 and work.out_dim > (64 if work.side.dtype == "float16" else 96))
+    consumer, query_gradient, producer = CROWDED_REGISTERS if crowded and ahead else REGISTERS
+    return {
+        "SKL_OTHER_STAGES": tile.other_stages,
+        "SKL_HANDOVERS": tile.handovers,
+        "SKL_STAGINGS": tile.stagings,
+        "SKL_AHEAD": int(ahead),
+        "SKL_CONSUMER_REGISTERS": consumer,
+        "SKL_DQ_REGISTERS": query_gradient,
+        "SKL_PRODUCER_REGISTERS": producer,
+    }
+
+
+def workspace_bytes(work: Work) -> int:
+    """Sums of the queries' gradient in float32, and the row vectors as the kernel streams them."""
+    entries = work.problem.batch * work.problem.heads * query_tiles(work)
+    return 4 * entries * (COLUMNS * (work.side.dim + work.row_vectors) + 1)
+
+
+def query_tiles(work: Work) -> int:
+    """Tiles of queries, which are also the blocks per head of the kernels before and after."""
+    return -(-work.problem.queries // COLUMNS)
+
+
+def _chunks(dim: int) -> int:
+    return -(-dim // 64)
