@@ -30,13 +30,14 @@ def draw(pattern: BlockPattern, heads: list[int], columns: int) -> Any:
     columns = min(columns, len(maps))
     lines = -(-len(maps) // columns)
     figure = Figure(figsize=(2.6 * columns + 0.4, 2.7 * lines + 0.5), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).reshape(-1)
+    axes = figure.subplots(lines, columns, squeeze=False).reshape(-1)
     for axis in axes[len(maps) :]:
         axis.remove()
-    extent = (0, pattern.keys, pattern.queries, 0)
+    extent = (0, max(pattern.keys, 1), max(pattern.queries, 1), 0)  # a picture of nothing still has a size
     for axis, (title, image) in zip(axes, maps.items(), strict=False):
         axis.imshow(image, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest", aspect="auto")
         axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=7)
         if pattern.diagonal is not None:
             # Row i sees keys up to i + diagonal: the edge of what there is to see.
             edge = np.array([0, pattern.queries])
