@@ -340,6 +340,26 @@ def test_tile_lists_of_extreme_tiles(tile: tuple[int, int]) -> None:
     check_lists(patterns.local(100, queries=500, keys=430, block=48), *tile, False)
 
 
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_tile_lists_of_a_long_context(by_keys: bool) -> None:
+    """Blocks of 64 in tiles of 128: every tile is 2 x 2 blocks, so a dense matrix of them can be folded."""
+    made = patterns.sharded(16, window=512, stride=16, queries=131072, causal=True).select([0, 7])
+    lists = made.tile_lists(128, 128, by_keys)
+    for head, dense in enumerate(made.dense()):
+        tiles = (dense.T if by_keys else dense).reshape(1024, 2, 1024, 2)
+        counts = tiles.any(axis=(1, 3)).sum(axis=1)
+        np.testing.assert_array_equal(np.diff(lists.offsets[head]), counts)
+        entries = lists.entries[lists.offsets[head, 0] : lists.offsets[head, -1]]
+        row = np.repeat(np.arange(1024), counts)
+        np.testing.assert_array_equal(np.stack([row, entries[:, 0]]), np.nonzero(tiles.any(axis=(1, 3))))
+        bits = entries[:, 2].astype(np.uint64) | entries[:, 3].astype(np.uint64) << np.uint64(32)
+        for a in range(2):
+            for b in range(2):
+                block = sum(0xF << (8 * (4 * a + i) + 4 * b) for i in range(4))
+                want = np.where(tiles[row, a, entries[:, 0], b], np.uint64(block), np.uint64(0))
+                np.testing.assert_array_equal(bits & np.uint64(block), want)
+
+
 def test_full_tiles_have_every_bit() -> None:
     lists = patterns.full(queries=100, keys=90).tile_lists(64, 128)
     assert (lists.entries[:, 2:] == [0xFFFFFFFF, 0]).all()  # 4 x 8 sub-blocks
@@ -430,6 +450,14 @@ def test_indices_come_in_any_order_and_type() -> None:
     for kind in ("int8", "uint16", "int64", "uint64"):
         made = patterns.from_csr(np.array([[0, 3, 4]], kind), np.array([3, 0, 1, 2], kind), **size)
         assert made.key_blocks.tolist() == [0, 1, 3, 2]
+
+
+def test_causal_drops_what_no_row_may_see() -> None:
+    size = {"queries": 64, "keys": 96, "block": 32, "causal": True}
+    everything = patterns.full(**size)
+    assert everything.dense()[0].tolist() == [[True, True, False], [True, True, True]]
+    assert patterns.from_csr([0, 3, 6], [2, 1, 0, 0, 1, 2], **size) == everything
+    assert patterns.from_dense(np.ones((2, 3), bool), **size) == everything
 
 
 FAMILY = {"window": 64, "queries": 4096, "causal": True}
@@ -548,7 +576,7 @@ SIZE = {"queries": 100, "block": 32}
             ValueError,
             "2 heads on the left and 3 on the right",
         ),
-        (lambda: patterns.full(**SIZE) | 3, TypeError, "unsupported operand"),  # type: ignore[operator]
+        (lambda: patterns.full(**SIZE) | 3, TypeError, "unsupported operand"),
         (lambda: patterns.sharded(0, window=1, stride=1, **SIZE), ValueError, "heads=0"),
         (lambda: patterns.sharded(4, window=1, stride=1, key_heads=3, **SIZE), ValueError, "does not divide heads=4"),
         (lambda: patterns.sharded(4, window=1, stride=1, groups="same", **SIZE), ValueError, "groups='same'"),
@@ -590,9 +618,11 @@ def test_arrays_that_are_not_in_host_memory_are_named() -> None:
         def __array__(self, *_: Any, **__: Any) -> Array:
             raise TypeError("implicit conversion is not allowed")
 
-    with pytest.raises(TypeError, match=r"blocks is a .*Device that NumPy cannot read; move it to host memory"):
+    with pytest.raises(TypeError, match=r"blocks is a .*Device that NumPy cannot read; pass an array in host memory"):
         patterns.from_dense(Device(), queries=64)
-    with pytest.raises(TypeError, match=r"key_blocks is a .*Device that NumPy cannot read; move it to host memory"):
+    with pytest.raises(
+        TypeError, match=r"key_blocks is a .*Device that NumPy cannot read; pass an array in host memory"
+    ):
         patterns.from_csr([0, 1], Device(), queries=64)
 
 

@@ -72,7 +72,9 @@ def from_dense(
     try:
         matrix = np.asarray(blocks)
     except Exception as cause:
-        raise TypeError(f"blocks is a {kind_of(blocks)} that NumPy cannot read; move it to host memory") from cause
+        raise TypeError(
+            f"blocks is a {kind_of(blocks)} that NumPy cannot read; pass an array in host memory"
+        ) from cause
     if matrix.dtype != np.bool_:
         raise TypeError(f"blocks has dtype {matrix.dtype}; allowed is bool, True where a block is visited")
     if matrix.ndim == 2:

@@ -403,7 +403,9 @@ def integers(name: str, values: Any) -> NDArray[Any]:
     try:
         array = np.asarray(values)
     except Exception as cause:
-        raise TypeError(f"{name} is a {kind_of(values)} that NumPy cannot read; move it to host memory") from cause
+        raise TypeError(
+            f"{name} is a {kind_of(values)} that NumPy cannot read; pass an array in host memory"
+        ) from cause
     if array.size == 0 and not isinstance(values, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no integers to tell its type by
     if array.dtype.kind not in "iu":
