@@ -167,8 +167,8 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         )
     if problem.mask.parts not in MASK_HEADERS:
         raise NotImplementedError(
-            f"mask {problem.mask.name} on CUDA: built are no mask and causal (with q_offset); compute on the CPU, which "
-            f"has them all"
+            f"mask {problem.mask.name} on CUDA: built are no mask and causal (with q_offset); compute on the CPU, "
+            f"which has them all"
         )
     wanted = [name for name in INPUT_NAMES if problem.operand(name).dim <= MAX_DIM]
     forward = _kernel(Work(problem, "forward"), facts)
