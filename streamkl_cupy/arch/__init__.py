@@ -15,7 +15,9 @@ PLANES = {"highest": 3, "high": 2}
 SIDES = ("teacher", "student")
 
 # Bytes of the argument structs in cuda_src/common/args.cuh; launch.py packs them, the kernels assert them.
-ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + 72 + 16, "gradient": 4 * 40 + 4 * 32 + 40 + 72 + 16}
+MASK_WORDS = 12
+_EXTENTS = 10 * 4 + MASK_WORDS * 8
+ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + _EXTENTS + 16, "gradient": 4 * 40 + 4 * 32 + 40 + _EXTENTS + 16}
 ARGS_BYTES["fused"] = ARGS_BYTES["gradient"] + 40 + 8
 
 
