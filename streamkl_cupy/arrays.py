@@ -34,6 +34,7 @@ __all__ = [
     "ArrayView",
     "Gradients",
     "Inputs",
+    "MaskArrays",
     "RowStats",
     "Saved",
     "cuda",
@@ -52,6 +53,15 @@ class Inputs(NamedTuple):
     teacher_k: ArrayView
     student_q: ArrayView
     student_k: ArrayView
+
+
+class MaskArrays(NamedTuple):
+    """What masks read from memory; None for what a call does not have."""
+
+    key_lengths: ArrayView | None = None
+    cu_seqlens_q: ArrayView | None = None
+    cu_seqlens_k: ArrayView | None = None
+    key_mask: ArrayView | None = None
 
 
 class RowStats(NamedTuple):

@@ -102,7 +102,7 @@ def problem(
         keys=rows,
         teacher=side(dims[0], types.teacher),
         student=side(dims[1], types.student),
-        mask=MaskSpec(mask, (("q_offset", 0),)) if mask == "causal" else MaskSpec(mask),
+        mask=MaskSpec(("causal",), (("q_offset", 0),)) if mask == "causal" else MaskSpec(),
         device=Device("cuda"),
         precision=types.precision,
     )

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from jax.custom_derivatives import SymbolicZero
 from . import api, arrays, calls, reduce, validate
 from .adapters import kind_of
 from .problem import INPUT_NAMES, STUDENT, Options, Problem, compact_strides
+
+if TYPE_CHECKING:
+    from .patterns import BlockPattern
 
 __all__ = ["attention_kl", "attention_kl_backward", "attention_kl_forward", "attention_kl_value_and_grad"]
 
@@ -58,6 +61,8 @@ def attention_kl(
     precision: str = "highest",
     return_lse: bool = False,
     deterministic: bool | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    block_mask: BlockPattern | None = None,
 ) -> Any:
     """KL divergence from a teacher's to a student's attention rows, differentiable by JAX.
 
@@ -79,7 +84,9 @@ def attention_kl(
         True
     """
     inputs = _inputs(teacher_q, teacher_k, student_q, student_k)
-    options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    options = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     validate.choice("reduction", reduction, validate.REDUCTIONS)
     config = _Config(options, _platform(inputs[0]))
     rows = _attention_kl(inputs, row_weight, config=config, reduction=reduction)
@@ -99,10 +106,14 @@ def attention_kl_forward(
     layout: str = "bhnd",
     precision: str = "highest",
     deterministic: bool | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    block_mask: BlockPattern | None = None,
 ) -> api.KLForward:
     """Row values and log-sum-exps of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_forward`."""
     inputs = _concrete("attention_kl_forward", _inputs(teacher_q, teacher_k, student_q, student_k))
-    options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    options = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     return api.KLForward(*_forward_entry(inputs, config=_Config(options, _platform(inputs[0]))))
 
 
@@ -124,10 +135,14 @@ def attention_kl_backward(
     layout: str = "bhnd",
     precision: str = "highest",
     deterministic: bool | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    block_mask: BlockPattern | None = None,
 ) -> api.KLGradients:
     """Gradients from saved log-sum-exps of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_backward`."""
     inputs = _concrete("attention_kl_backward", _inputs(teacher_q, teacher_k, student_q, student_k))
-    options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    options = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     wrt = validate.wanted(wrt, kl is not None)
     saved = (grad, teacher_lse, student_lse) if kl is None else (grad, teacher_lse, student_lse, kl)
     _concrete("attention_kl_backward", saved)
@@ -151,10 +166,14 @@ def attention_kl_value_and_grad(
     layout: str = "bhnd",
     precision: str = "highest",
     deterministic: bool | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    block_mask: BlockPattern | None = None,
 ) -> tuple[jax.Array, api.KLGradients]:
     """Loss and gradients of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_value_and_grad`."""
     inputs = _concrete("attention_kl_value_and_grad", _inputs(teacher_q, teacher_k, student_q, student_k))
-    options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    options = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     wrt = validate.wanted(wrt)
     validate.choice("reduction", reduction, ("sum", "mean"))
     config = _Config(options, _platform(inputs[0]))

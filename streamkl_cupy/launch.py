@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from .arch import ELEMENT_BYTES, SIDES, DeviceFacts
 from .compile import import_cupy, load
 from .errors import CaptureError, DriverError
-from .masks import MASKS
+from .masks import parts_of
 from .planning import KernelPlan, Plan, make_plan
 from .problem import INPUT_NAMES, Operand, Problem, canonical_strides
 from .source import flatten
 from .tensor_maps import MAP_BYTES, encode
 
 if TYPE_CHECKING:
-    from .arrays import Gradients, Inputs, RowStats, Saved
+    from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved
 
 LOG2E = 1.4426950408889634
 UNSPLIT = "unsplit forward"
@@ -163,7 +163,9 @@ class Runner:
         """Bytes of workspace for these gradients."""
         return self.plan.backward_bytes(wrt)
 
-    def forward(self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0) -> None:
+    def forward(
+        self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0, masks: MaskArrays | None = None
+    ) -> None:
         """Launch the forward; every element of the outputs is written.
 
         `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split.
@@ -184,7 +186,15 @@ class Runner:
                 kernel(_addresses(inputs), pointers, stream)
                 combine(_addresses(inputs), pointers, stream)
 
-    def backward(self, inputs: Inputs, saved: Saved, outputs: Gradients, stream: int, workspace: int = 0) -> None:
+    def backward(
+        self,
+        inputs: Inputs,
+        saved: Saved,
+        outputs: Gradients,
+        stream: int,
+        workspace: int = 0,
+        masks: MaskArrays | None = None,
+    ) -> None:
         """Launch the gradients that `outputs` has room for; every element of them is written.
 
         `workspace` is the address of `backward_bytes(wrt)` bytes; without them each gradient has its own kernel.
@@ -241,7 +251,7 @@ def _addresses(inputs: Inputs) -> tuple[int, ...]:
 def _template(problem: Problem, plan: KernelPlan) -> bytes:
     """The argument struct of a kernel with every pointer zero."""
     operands = b"".join(_TENSOR4.pack(0, *problem.operand(name).strides) for name in INPUT_NAMES)
-    mask = [problem.mask[name] for name in MASKS[problem.mask.name].params]
+    mask = [problem.mask[name] for part in parts_of(problem.mask) for name in part.params]
     extents = _EXTENTS.pack(
         problem.batch,
         problem.heads,

@@ -24,7 +24,6 @@ from .arch import (
     families,
 )
 from .divergences import DIVERGENCES
-from .masks import MASKS
 from .problem import INPUT_NAMES, Problem
 
 MAX_DIM = 256
@@ -34,6 +33,8 @@ MAX_ROWS = 2**30
 # Splitting costs a workspace and a second launch: below this many key tiles an unsplit block is done sooner.
 MIN_TILES_TO_SPLIT = 64
 MIN_TILES_PER_SHARE = 8
+
+MASK_HEADERS = {(): "masks/none.cuh", ("causal",): "masks/causal.cuh"}
 
 # Streamed operands of heads that run side by side should stay in the L2 cache, which is 40 MB and more on the GPUs that
 # have long rows to stream. On smaller caches the order costs nothing but the locality it would have had.
@@ -164,6 +165,11 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         raise NotImplementedError(
             f"M={problem.queries}, N={problem.keys}: kernels count rows up to {MAX_ROWS}; split the call"
         )
+    if problem.mask.parts not in MASK_HEADERS:
+        raise NotImplementedError(
+            f"mask {problem.mask.name} on CUDA: built are no mask and causal (with q_offset); compute on the CPU, which "
+            f"has them all"
+        )
     wanted = [name for name in INPUT_NAMES if problem.operand(name).dim <= MAX_DIM]
     forward = _kernel(Work(problem, "forward"), facts)
     rows = problem.batch * problem.heads * problem.queries
@@ -253,7 +259,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         symbol=symbol,
         arch=family.flag(facts.compute_capability),
         constants=tuple(sorted(constants.items())),
-        slots=(("divergence", DIVERGENCES["kl"].header), ("mask", MASKS[problem.mask.name].header)),
+        slots=(("divergence", DIVERGENCES["kl"].header), ("mask", MASK_HEADERS[problem.mask.parts])),
         tile=tile,
         smem_bytes=smem_bytes,
         tiles=tiles,

@@ -91,7 +91,7 @@ def attention_kl(
         kl, teacher_lse, student_lse = (view.array for view in calls.forward(views, calls.prepare(views, options)))
     else:
         function = _AttentionKL if torch.compiler.is_compiling() else _EagerAttentionKL
-        kl, teacher_lse, student_lse = function.apply(*inputs, *options)  # type: ignore[no-untyped-call]
+        kl, teacher_lse, student_lse = function.apply(*inputs, *options[:7])  # type: ignore[no-untyped-call]
     if row_weight is not None:
         _check_weight(row_weight, kl)
     value = reduce.reduce_rows(torch, kl, teacher_lse, row_weight, reduction)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import arrays
 from .adapters import kind_of
@@ -22,6 +24,7 @@ from .problem import INPUT_NAMES, MaskSpec, Operand, Options, Problem, Side, can
 LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
 PRECISIONS = ("highest", "high")
 REDUCTIONS = ("none", "sum", "mean")
+FAR = 2**40  # further than any two rows are apart
 MAX_SCALE = 2e38  # times log2(e) it must still be a float32
 WRT_EXAMPLE = 'wrt=("student_q", "student_k")'
 
@@ -34,6 +37,8 @@ def options(
     layout: Any = "bhnd",
     precision: Any = "highest",
     deterministic: Any = None,
+    window: Any = None,
+    block_mask: Any = None,
 ) -> Options:
     """The shared keyword arguments as plain Python values, so that equal requests are equal cache keys."""
     if teacher_scale is not None:
@@ -44,17 +49,22 @@ def options(
         causal = _flag("causal", causal)
     if q_offset is not None:
         q_offset = _integer("q_offset", q_offset)
-        if not causal:
+        if not causal and window is None:
             raise ValueError(
-                f"q_offset={q_offset} moves the causal diagonal, but causal is False; pass causal=True or leave it out"
+                f"q_offset={q_offset} moves the diagonal of causal and window, but there is neither; pass causal=True "
+                f"or a window, or leave it out"
             )
+    if window is not None:
+        window = _window(window)
+    if block_mask is not None:
+        _pattern(block_mask)
     if layout != "bhnd":
         choice("layout", layout, LAYOUTS)
     if precision != "highest":
         choice("precision", precision, PRECISIONS)
     if deterministic is not None and type(deterministic) is not bool:
         deterministic = _flag("deterministic", deterministic)
-    return Options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    return Options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask)
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
@@ -137,7 +147,7 @@ def to_problem(inputs: Inputs, chosen: Options) -> Problem:
     if chosen.causal:
         offset = keys - queries if chosen.q_offset is None else chosen.q_offset
         # Beyond these ends nothing changes any more, and 32-bit kernel arithmetic is safe.
-        mask = MaskSpec("causal", (("q_offset", max(-queries, min(offset, keys))),))
+        mask = MaskSpec(("causal",), (("q_offset", max(-queries, min(offset, keys))),))
     if "float64" not in (tq.dtype, sq.dtype):
         for side, scale in (("teacher", chosen.teacher_scale), ("student", chosen.student_scale)):
             if scale is not None and abs(scale) > MAX_SCALE:
@@ -159,6 +169,34 @@ def to_problem(inputs: Inputs, chosen: Options) -> Problem:
         precision=chosen.precision,
         deterministic=bool(chosen.deterministic),
     )
+
+
+def mask_values(problem: Problem, values: dict[str, NDArray[Any]]) -> None:
+    """Check what mask arrays hold, where that can be read: kernels on a GPU clamp it instead."""
+    lengths = values.get("key_lengths")
+    if lengths is not None and lengths.size and not (lengths.min() >= 0 and lengths.max() <= problem.keys):
+        worst = int(np.argmax((lengths < 0) | (lengths > problem.keys)))
+        raise ValueError(
+            f"key_lengths[{worst}] is {lengths.flat[worst]}; allowed are 0 to {problem.keys}, the number of keys"
+        )
+    for name, total, what in (("cu_seqlens_q", problem.queries, "rows"), ("cu_seqlens_k", problem.keys, "keys")):
+        bounds = values.get(name)
+        if bounds is None:
+            continue
+        if bounds[0] != 0:
+            raise ValueError(f"{name} begins with {bounds[0]}; it must begin with 0, where the first sequence starts")
+        steps = np.diff(bounds)
+        if (steps < 0).any():
+            at = int(np.argmax(steps < 0))
+            raise ValueError(
+                f"{name} falls from {bounds[at]} to {bounds[at + 1]} at position {at + 1}; it holds the ends of "
+                f"sequences that lie one after the other, so it never falls (equal entries are empty sequences)"
+            )
+        if bounds[-1] > total:
+            raise ValueError(
+                f"{name} ends at {bounds[-1]}, but there are {total} {what}; it ends at their number, or before it "
+                f"where padding follows"
+            )
 
 
 def same_place(first: ArrayView, view: ArrayView) -> None:
@@ -291,6 +329,34 @@ def _integer(name: str, value: Any) -> int:
         except Exception as cause:
             raise TypeError(f"{name}={value!r} is a {kind_of(value)}; allowed is an integer") from cause
     return int(value)
+
+
+def _window(value: Any) -> tuple[int, int] | None:
+    """Keys to the left and to the right, -1 for no limit; None where neither side has one."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"window={value!r} is a {kind_of(value)}; allowed is a pair (left, right), such as (1024, 0)")
+    if len(value) != 2:
+        raise ValueError(f"window={value!r} has {len(value)} entries; allowed is a pair (left, right), such as (1024, 0)")
+    sides = []
+    for name, side in zip(("left", "right"), value, strict=True):
+        keys = -1 if side is None else _integer(f"window's {name}", side)
+        if keys < -1:
+            raise ValueError(
+                f"window={tuple(value)!r}: {name} is {keys}; allowed are 0 and more, and -1 or None for no limit"
+            )
+        sides.append(min(keys, FAR))
+    left, right = sides
+    return None if left == right == -1 else (left, right)
+
+
+def _pattern(value: Any) -> None:
+    # Whoever holds a pattern has imported its module.
+    module = sys.modules.get(f"{__package__}.patterns")
+    if module is None or not isinstance(value, module.BlockPattern):
+        raise TypeError(
+            f"block_mask is a {kind_of(value)}; allowed is a streamkl_cupy.patterns.BlockPattern, which "
+            f"patterns.from_dense makes of a boolean block matrix"
+        )
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -147,7 +147,7 @@ def test_more_heads_than_two_grid_axes_could_hold() -> None:
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 def test_packed_arguments_have_the_size_the_kernels_assert(family: Any) -> None:
     # The kernels compare the same numbers with sizeof; here they are compared with what is really packed.
-    p = problem(mask=MaskSpec("causal", (("q_offset", -3),)))
+    p = problem(mask=MaskSpec(("causal",), (("q_offset", -3),)))
     for name in ("forward", *INPUT_NAMES, *SIDES):
         work = Work(p, name)
         if family.refuses(work, facts_for_arch("sm_90")):
@@ -163,7 +163,7 @@ def test_packed_arguments_have_the_size_the_kernels_assert(family: Any) -> None:
 
 
 def test_the_template_carries_the_mask_and_the_scales() -> None:
-    p = problem(M=5, N=9, mask=MaskSpec("causal", (("q_offset", -3),)))
+    p = problem(M=5, N=9, mask=MaskSpec(("causal",), (("q_offset", -3),)))
     packed = launch._template(p, make_plan(p, facts_for_arch("sm_90")).forward)
     start = 4 * 40 + 3 * 32
     batch, heads, queries, keys = struct.unpack_from("=4i", packed, start)
