@@ -98,11 +98,11 @@ class _Kernel:
         self._maps = tuple(_Maps(problem.operand(name), problem.batch, box) for name, box in plan.boxes)
         self._base = len(self._maps) * MAP_BYTES
         self._lists = _tile_lists(problem, plan)  # the template has their addresses
-        words, arrays = _mask_words(problem, [x.data.ptr for x in self._lists])
+        lists = [x.data.ptr for x in self._lists]
         first = _MASK["forward" if plan.name in ("forward", "combine") else "gradient"]
         # (word of the struct, name) of what the mask reads from memory
-        self.mask_words = tuple((first + i, name) for i, name in arrays)
-        self._template = (bytes(self._base) + _template(problem, plan, words)).ljust(plan.args_bytes, b"\0")
+        self.mask_words = tuple((first + i, name) for i, name in _mask_words(problem)[1])
+        self._template = (bytes(self._base) + _template(problem, plan, lists)).ljust(plan.args_bytes, b"\0")
         self._type = ctypes.c_uint64 * (plan.args_bytes // 8)
 
     def __call__(
@@ -298,7 +298,7 @@ def _addresses(inputs: Inputs) -> tuple[int, ...]:
     return (inputs[0].ptr, inputs[1].ptr, inputs[2].ptr, inputs[3].ptr)
 
 
-def _mask_words(problem: Problem, lists: Sequence[int]) -> tuple[list[int], list[tuple[int, str]]]:
+def _mask_words(problem: Problem, lists: Sequence[int] = ()) -> tuple[list[int], list[tuple[int, str]]]:
     """What kernels read of the mask: per part its integers, zeros for its arrays, and `lists` last; the arrays by word."""
     words: list[int] = []
     arrays: list[tuple[int, str]] = []
@@ -337,8 +337,9 @@ def _uploaded(pattern: BlockPattern, device: int, rows: int, columns: int, by_ke
     return copies
 
 
-def _template(problem: Problem, plan: KernelPlan, mask: list[int]) -> bytes:
-    """The argument struct of a kernel with the words of its mask and every pointer of a call zero."""
+def _template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> bytes:
+    """The argument struct of a kernel with every pointer of a call zero; `lists` are those of the mask's pattern."""
+    mask, _ = _mask_words(problem, lists)
     operands = b"".join(_TENSOR4.pack(0, *problem.operand(name).strides) for name in INPUT_NAMES)
     extents = _EXTENTS.pack(
         problem.batch,
