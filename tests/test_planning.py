@@ -168,8 +168,8 @@ def test_the_template_carries_the_mask_and_the_scales() -> None:
     start = 4 * 40 + 3 * 32
     batch, heads, queries, keys = struct.unpack_from("=4i", packed, start)
     assert (batch, heads, queries, keys) == (1, 8, 5, 9)
-    assert struct.unpack_from("=4q", packed, start + 40) == (-3, 0, 0, 0)
-    assert struct.unpack_from("=2f", packed, start + 72) == pytest.approx([launch.LOG2E / 8] * 2)
+    assert struct.unpack_from("=12q", packed, start + 40) == (-3, *[0] * 11)
+    assert struct.unpack_from("=2f", packed, start + 136) == pytest.approx([launch.LOG2E / 8] * 2)
 
 
 def test_tile_rows_say_why() -> None:
