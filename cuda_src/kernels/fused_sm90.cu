@@ -75,10 +75,13 @@ constexpr bool kAhead = SKL_AHEAD;
 constexpr bool kNarrow = E::kNarrowExponent;         // gradients of logits are scaled by powers of two
 constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^(kTopExponent - exponent)
 
+constexpr int kFinishThreads = 128;
 constexpr int kOutTiles = 2 * Own::kSteps;  // tiles of 8 columns of dK
 
 constexpr int kOwnTileBytes = Own::bytes(kColumns), kOtherTileBytes = Other::bytes(kColumns);
-constexpr int kHandoverBytes = kRows * kColumns * 2;
+constexpr int kSubs = kWarpTiles;             // a consumer works on 64 of every 128 keys of the block
+constexpr int kSubRows = kRows / kSubs;
+constexpr int kHandoverBytes = kSubRows * kColumns * 2;
 constexpr int kStagingBytes = 64 * kColumns * 4;
 constexpr int kTermBytes = 4 * Terms::kFloats;
 
@@ -94,9 +97,15 @@ constexpr int kBarriersAt = kTermsAt + kOwnRing * kTermBytes;
 constexpr int kBarriers = 3 + 2 * (kOtherRing + kOwnRing + kHandovers);
 
 static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
-static_assert(kWarpTiles == 1 && kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
+static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
+static_assert(kSubs == 1 || (kSubs == 2 && Own::kChunks == 1 && !kAhead), "plan: registers hold two gradients of up to 64 columns");
 static_assert(sizeof(HopperFusedArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperFusedArgs differ");
 static_assert(1024 + kBarriersAt + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
+
+template <int N>
+struct Value {
+    static constexpr int value = N;
+};
 
 using Scores = float[kTiles][4];  // of one consumer thread: accumulators of keys x queries
 
@@ -104,6 +113,12 @@ using Scores = float[kTiles][4];  // of one consumer thread: accumulators of key
 __device__ inline int plain_exponent(const RowTerms& x) { return kTopExponent - 1 - exponent_of(Logit::bound(x.value)); }
 __device__ inline float plain_scale(const RowTerms& x) { return power_of_two(plain_exponent(x)); }
 __device__ inline float plain_unscale(const RowTerms& x) { return power_of_two(-plain_exponent(x)); }
+
+__device__ inline u32 pack(float lo, float hi) {
+    u32 planes[1];
+    E::split(lo, hi, planes);
+    return planes[0];
+}
 
 struct Workspace {
     float* sums;
@@ -168,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(128) streamkl_fused_prepare(const _
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128) streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
+extern "C" __global__ void __launch_bounds__(kFinishThreads) streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Tensor4& out = all.fused.out_q;
     const Workspace space(all.fused);
@@ -176,37 +191,30 @@ extern "C" __global__ void __launch_bounds__(128) streamkl_fused_finish(const __
     const i64 entry = space.entry(at.batch, at.head, at.tile);
     const float* const sums = space.sums + entry * (kColumns * Own::kDim);
     const Mask mask(args.n);
-    const int row = threadIdx.x / 32 * 16 + lane_id() / 4;
-
-    float factor[2];
-    u64 address[2];
-    bool inside[2];
+    // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are the
+    // upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
+    constexpr int kParts = Own::kDim / 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int r = row + 8 * half, q = at.tile * kColumns + r;
-        factor[half] = Logit::kFactor * args.out_scale;
-        if constexpr (kNarrow) {
-            const RowTerms x = read_terms<Logit>(args, mask, at.batch, at.head, q);
-            factor[half] *= x.weight * plain_unscale(x);
+    for (int i = threadIdx.x; i < 32 * kParts; i += kFinishThreads) {
+        const int part = i % kParts, quad = i / kParts, upper = quad / 8 * 16 + quad % 8, chunk = part / 8;
+        const float4* const from = reinterpret_cast<const float4*>(sums + sum_index(chunk, part % 8, quad * 4));
+        const float4 x[4] = {from[0], from[1], from[2], from[3]};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int q = at.tile * kColumns + upper + 8 * half;
+            if (q >= args.n.queries) continue;
+            float factor = Logit::kFactor * args.out_scale;
+            if constexpr (kNarrow) {
+                const RowTerms row = read_terms<Logit>(args, mask, at.batch, at.head, q);
+                factor *= row.weight * plain_unscale(row);
+            }
+            u32 packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
+            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head + q * out.row + 8 * part) * E::kBytes;
+            *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
-        address[half] = out.pointer + (at.batch * out.batch + at.head * out.head + q * out.row + 2 * (lane_id() & 3)) * E::kBytes;
-        inside[half] = q < args.n.queries;
     }
-#pragma unroll
-    for (int c = 0; c < Own::kChunks; ++c)
-#pragma unroll
-        for (int d = 0; d < sum_tiles(c); ++d) {
-            const float4 x = *reinterpret_cast<const float4*>(sums + sum_index(c, d, threadIdx.x));
-            const int column = (64 * c + 8 * d) * E::kBytes;
-            if (inside[0]) E::store_pair(address[0] + column, x.x * factor[0], x.y * factor[0]);
-            if (inside[1]) E::store_pair(address[1] + column, x.z * factor[1], x.w * factor[1]);
-        }
-}
-
-__device__ inline u32 pack(float lo, float hi) {
-    u32 planes[1];
-    E::split(lo, hi, planes);
-    return planes[0];
 }
 
 // dX^T with g of one consumer thread as operand A, a fragment per 16 queries.
@@ -366,36 +374,53 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         for (int head = first_head; head < end_head; ++head) {
             float* sums = space.sums + space.entry(block.batch, head, first_tile) * (kColumns * Own::kDim);
             for (int i = 0; i < tiles; ++i) {
-                mbarrier_wait(handed + 8 * at.slot, at.parity);
 #pragma unroll
                 for (int c = 0; c < Own::kChunks; ++c) {
                     float part[8][4];  // kColumns queries x 64 columns of dQ
-                    wgmma_fence();
 #pragma unroll
-                    for (int k = 0; k < kRows / 16; ++k)
-                        wgmma<Own::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kHandoverBytes + k * 2048) >> 4),
-                                                keys + ((c * kRows * 128 + k * 2048) >> 4), k > 0);
-                    wgmma_commit();
-                    wgmma_wait<0>();
-                    settle(part);
-                    if (c == Own::kChunks - 1 && lane == 0) mbarrier_arrive(taken + 8 * at.slot);
+                    for (int sub = 0; sub < kSubs; ++sub) {
+                        mbarrier_wait(handed + 8 * at.slot, at.parity);
+                        wgmma_fence();
+#pragma unroll
+                        for (int k = 0; k < kSubRows / 16; ++k)
+                            wgmma<Own::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kHandoverBytes + k * 2048) >> 4),
+                                                    keys + ((c * kRows * 128 + (sub * kSubRows + 16 * k) * 128) >> 4), sub + k > 0);
+                        wgmma_commit();
+                        wgmma_wait<0>();
+                        settle(part);
+                        if (c < Own::kChunks - 1) continue;
+                        if (lane == 0) mbarrier_arrive(taken + 8 * at.slot);
+                        at.advance();
+                    }
 
                     // The warp's own part of the buffer: no other warp is waited for.
-                    const u32 mine = staging + stage.slot * kStagingBytes + thread / 32 * (kStagingBytes / 4);
+                    const u32 mine = staging + stage.slot * kStagingBytes + thread / 32 * (sum_tiles(c) * 512);
+#if SKL_WIDE
+                    if (thread == 0) bulk_wait_read<kStagings - 1>();
+                    barrier_sync(3, 128);
+#else
                     if (lane == 0) bulk_wait_read<kStagings - 1>();
                     __syncwarp();
+#endif
 #pragma unroll
                     for (int d = 0; d < sum_tiles(c); ++d) store_float4(mine + (d * 32 + lane) * 16, part[d]);
                     async_fence();
+#if SKL_WIDE
+                    barrier_sync(4, 128);
+                    if (thread == 0) {
+                        bulk_add(sums + sum_index(c, 0, 0), mine, sum_tiles(c) * 2048);
+                        bulk_commit();
+                    }
+#else
                     __syncwarp();
                     if (lane == 0) {
                         bulk_add(sums + sum_index(c, 0, thread), mine, sum_tiles(c) * 512);
                         bulk_commit();
                     }
+#endif
                     stage.advance();
                 }
                 sums += kColumns * Own::kDim;
-                at.advance();
             }
         }
         if (lane == 0) bulk_wait();
@@ -403,11 +428,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     }
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
-    const int group_key = first_key + 64 * group, group_row = 64 * group + 16 * ((threadIdx.x / 32) & 3);
-    const int key = first_key + group_row + lane / 4;
+    // Of every kSubRows keys the consumer has 64, and of these the warp 16.
+    const int group_key = first_key + 64 * group, warp_row = 64 * group + 16 * ((threadIdx.x / 32) & 3);
+    const int key = first_key + warp_row + lane / 4;
     const float ct = args.teacher_scale, cs = args.student_scale;
     // Where this lane puts its part of dX^T: row lane % 16 of the warp's 16 keys, one half of 16 queries.
-    const int hand_row = group_row + (lane & 15);
+    const int hand_row = warp_row + (lane & 15);
     const u32 hand_start = base + kHandoverAt + hand_row * 128 + (((lane >> 4) ^ (hand_row & 7)) << 4);
 
     float lift = 1.f;  // narrow types: what weights are multiplied by, a power of two
@@ -431,47 +457,49 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         if (lane == 0) mbarrier_arrive(barrier);
     };
 
-    float out[kOutTiles][4];
+    float out[kSubs][kOutTiles][4];
 #pragma unroll
-    for (int i = 0; i < 4 * kOutTiles; ++i) out[i / 4][i % 4] = 0.f;
+    for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] = 0.f;
     Scores other_a, other_b, own;
     Scores& other_next = kAhead ? other_b : other_a;
     mbarrier_wait(own_keys, 0);
 
-    const auto multiply_other = [&](Scores& scores) {
+    const auto multiply_other = [&](Scores& scores, int sub) {
         mbarrier_wait(other_full + 8 * at_other.slot, at_other.parity);
         wgmma_fence();
         const u64 tile = ring_other + static_cast<u64>(at_other.slot * (kOtherTileBytes >> 4));
-        multiply_rows<Other, kRows, Other::kChunks>(scores, keys_other, tile, 0);
+        multiply_rows<Other, kRows, Other::kChunks>(scores, keys_other + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
         wgmma_commit();
     };
-    const auto multiply_own = [&] {
+    const auto multiply_own = [&](int sub) {
         mbarrier_wait(own_full + 8 * at_own.slot, at_own.parity);
         wgmma_fence();
         const u64 tile = ring_own + static_cast<u64>(at_own.slot * (kOwnTileBytes >> 4));
-        multiply_rows<Own, kRows, Own::kChunks>(own, keys_own, tile, 0);
+        multiply_rows<Own, kRows, Own::kChunks>(own, keys_own + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
         wgmma_commit();
     };
-    const auto other_done = [&] {
+    const auto other_done = [&](int sub) {
+        if (sub < kSubs - 1) return;
         release(other_empty + 8 * at_other.slot);
         at_other.advance();
     };
-    // Works on tile i, whose scores are `now` and `own`, and leaves those of the next one in `next` and `own`.
-    const auto step = [&](int i, Scores& now, Scores& next) {
-        const int query = (first_tile + i) * kColumns, slot = at_own.slot;
-        const u32 terms = base + kTermsAt + slot * kTermBytes;
-        const bool more = i + 1 < tiles;
-        at_own.advance();
-        if (kAhead && more) multiply_other(next);
-
+    const auto own_done = [&](int slot, int sub) {
+        if (sub == kSubs - 1) release(own_empty + 8 * slot);
+    };
+    // Steps are counted over tiles and, within a tile, over the consumer's keys.
+    const int steps = tiles * kSubs;
+    const auto first_query = [&](int step) { return (first_tile + step / kSubs) * kColumns; };
+    const auto full = [&](int step) {
+        const int first = group_key + step % kSubs * kSubRows;
+        return step < steps && mask.full(first_query(step), first_query(step) + kColumns, first, first + 64);
+    };
+    const auto hand_at = [&] {
         const u32 hand = hand_start + at_handed.slot * kHandoverBytes;
         if constexpr (kNarrow) mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
-        Gradients dx;
-        const bool full = mask.full(query, query + kColumns, group_key, group_key + 64);
-        if (full)
-            logit_gradients<false>(dx, hand, now, own, terms, lift, mask, key, query, ct, cs);
-        else
-            logit_gradients<true>(dx, hand, now, own, terms, lift, mask, key, query, ct, cs);
+        return hand;
+    };
+    // Hands dX over and issues dK += dX^T Q for the tile in the given slot of the ring.
+    const auto accumulate = [&](float (&sum)[kOutTiles][4], const Gradients& dx, u32 hand, int slot) {
         if constexpr (!kNarrow) {
             mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
 #pragma unroll
@@ -481,30 +509,54 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         __syncwarp();
         release(handed + 8 * at_handed.slot);
         at_handed.advance();
-
-        const u32 own_tile = base + kOwnAt + slot * kOwnTileBytes;
-        if (!full && (query < queries.begin || min(query + kColumns, n.queries) > queries.end))
-            clear_rows<kColumns, Own::kChunks>(own_tile, query, queries, 1 + group);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTiles / 2; ++k)
-            wgmma<Own::kHalf, 1>(out, dx[k], ring_own_rows + static_cast<u64>((slot * kOwnTileBytes + k * 2048) >> 4), 1);
+            wgmma<Own::kHalf, 1>(sum, dx[k], ring_own_rows + static_cast<u64>((slot * kOwnTileBytes + k * 2048) >> 4), 1);
         wgmma_commit();
-        if (!more) {
+    };
+    // One step on a full tile, whose scores are `now` and `own`; with MORE the next one is full too, and its scores are in
+    // `next` and `own` afterwards.
+    const auto step = [&](auto phase, auto more, int i, Scores& now, Scores& next) {
+        constexpr int kSub = decltype(phase)::value % kSubs, kNextSub = (kSub + 1) % kSubs;
+        constexpr bool kMore = decltype(more)::value;
+        const int slot = at_own.slot;
+        if (kSub == kSubs - 1) at_own.advance();
+        if (kAhead && kMore) multiply_other(next, kNextSub);
+        const u32 hand = hand_at();
+        Gradients dx;
+        logit_gradients<false>(dx, hand, now, own, base + kTermsAt + slot * kTermBytes, lift, mask, key, first_query(i), ct, cs);
+        accumulate(out[kSub], dx, hand, slot);
+        if constexpr (kMore) {
+            if (!kAhead) multiply_other(next, kNextSub);
+            multiply_own(kNextSub);
+            wgmma_wait<1>();
+            settle(out[kSub]);
+            settle(next);
+            own_done(slot, kSub);
+            other_done(kNextSub);
             wgmma_wait<0>();
-            settle(out);
-            release(own_empty + 8 * slot);
-            return;
+            settle(own);
+        } else {
+            wgmma_wait<0>();
+            settle(out[kSub]);
+            own_done(slot, kSub);
         }
-        if (!kAhead) multiply_other(next);
-        multiply_own();
-        wgmma_wait<1>();
-        settle(out);
-        settle(next);
-        release(own_empty + 8 * slot);
-        other_done();
+    };
+    const auto partial_step = [&](auto phase, int i) {
+        constexpr int kSub = decltype(phase)::value;
+        const int slot = at_own.slot, query = first_query(i);
+        if (kSub == kSubs - 1) at_own.advance();
+        const u32 hand = hand_at();
+        Gradients dx;
+        logit_gradients<true>(dx, hand, other_a, own, base + kTermsAt + slot * kTermBytes, lift, mask, key + kSub * kSubRows, query, ct,
+                              cs);
+        if (query < queries.begin || min(query + kColumns, n.queries) > queries.end)
+            clear_rows<kColumns, Own::kChunks>(base + kOwnAt + slot * kOwnTileBytes, query, queries, 1 + group);
+        accumulate(out[kSub], dx, hand, slot);
         wgmma_wait<0>();
-        settle(own);
+        settle(out[kSub]);
+        own_done(slot, kSub);
     };
 
     for (int head = first_head; head < end_head; ++head) {
@@ -512,30 +564,49 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             mbarrier_wait(keys_full, at_keys.parity);
             at_keys.advance();
         }
-        if (tiles > 0) {
-            multiply_other(other_a);
-            multiply_own();
+        // Runs of full tiles are pipelined, two steps to a round: they differ in the sums or the scores they use. What is
+        // decided between steps is decided before products are under way.
+        for (int i = 0; i < steps; ++i) {
+            const int sub = i % kSubs;
+            multiply_other(other_a, sub);
+            multiply_own(sub);
             wgmma_wait<0>();
             settle(other_a);
             settle(own);
-            other_done();
-        }
-        for (int i = 0; i < tiles; i += 2) {
-            step(i, other_a, other_next);
-            if (i + 1 < tiles) step(i + 1, other_next, other_a);
+            other_done(sub);
+            if (!full(i)) {
+                if (sub == 0) partial_step(Value<0>{}, i);
+                if (kSubs > 1 && sub == 1) partial_step(Value<kSubs - 1>{}, i);
+                continue;
+            }
+            for (bool second = sub == 1;; second = false) {
+                if (!second) {
+                    if (!full(i + 1)) {
+                        step(Value<0>{}, Value<false>{}, i, other_a, other_next);
+                        break;
+                    }
+                    step(Value<0>{}, Value<true>{}, i++, other_a, other_next);
+                }
+                if (!kAhead && kSubs == 1) continue;
+                if (!full(i + 1)) {
+                    step(Value<1>{}, Value<false>{}, i, other_next, other_a);
+                    break;
+                }
+                step(Value<1>{}, Value<true>{}, i++, other_next, other_a);
+            }
         }
         if (head + 1 < end_head && new_keys(head + 1)) release(keys_empty);
     }
 
     const float factor = Logit::kFactor * args.out_scale / lift;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int k = key + 8 * half;
+    for (int i = 0; i < 2 * kSubs; ++i) {
+        const int sub = i / 2, half = i % 2, k = key + sub * kSubRows + 8 * half;
         if (k >= n.keys) continue;
         const u64 address = args.out.pointer +
                             (block.batch * args.out.batch + block.head * args.out.head + k * args.out.row + 2 * (lane & 3)) * E::kBytes;
 #pragma unroll
         for (int d = 0; d < Own::kDim / 8; ++d)
-            E::store_pair(address + 8 * d * E::kBytes, out[d][2 * half] * factor, out[d][2 * half + 1] * factor);
+            E::store_pair(address + 8 * d * E::kBytes, out[sub][d][2 * half] * factor, out[sub][d][2 * half + 1] * factor);
     }
 }

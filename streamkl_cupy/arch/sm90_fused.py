@@ -41,6 +41,7 @@ class FusedRow(TileRow):
 
 
 TABLE = (
+    FusedRow(8, 2, COLUMNS, 5, 1, 64, "256 keys halve the additions in memory", max_out=64, other_stages=5, stagings=1, ahead=False),
     FusedRow(8, 1, COLUMNS, 6, 1, 64, "long rings of small tiles", max_out=64, other_stages=6, stagings=2),
     FusedRow(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=MAX_OUT, other_stages=4, stagings=2),
     FusedRow(8, 1, COLUMNS, 3, 1, 128, "three stages are 15 % faster than two", max_out=MAX_OUT, other_stages=3),
