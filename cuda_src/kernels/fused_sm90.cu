@@ -14,11 +14,11 @@
 //
 // Main kernel:
 //
-//   block     kRows = 2 x 64 keys of one own key head, resident in shared memory
+//   block     kRows keys of one own key head, resident in shared memory
 //   producer  one thread; streams queries, kColumns at a time: other side and own side through a ring each, the own one
 //             with the terms. Other keys are loaded anew where the query head reads other ones
-//   consumers two warpgroups, 64 keys each: both scores, transposed (keys x queries), become dX^T, which is operand A of
-//             dK from registers, and goes through shared memory to
+//   consumers two warpgroups, 64 of every 128 keys each: both scores, transposed (keys x queries), become dX^T, which is
+//             operand A of dK from registers, and goes through shared memory to
 //   dQ        one warpgroup: dX (read transposed) times the own keys, 64 columns at a time; each warp stages its rows in
 //             shared memory and has the copy engine add them to the sums
 //
@@ -33,8 +33,7 @@
 //   handed[i]      one per consumer warp       dQ: tile i of dX is complete
 //   taken[i]       one per warp of dQ          consumers: tile i of dX may be overwritten
 //
-// Consumers never wait for one another. With kAhead a consumer multiplies the other side's next tile while it works on
-// this one. An element type of narrow exponent gets dX twice: with g, scaled by one power of two per key block, for dK, and
+// An element type of narrow exponent gets dX twice: with g, scaled by one power of two per key block, for dK, and
 // without g, scaled by one per row, for dQ; `finish` multiplies g in.
 #include "common/args.cuh"
 #include "common/config.cuh"
@@ -71,11 +70,11 @@ constexpr int kTiles = kColumns / 8;
 constexpr int kOwnRing = SKL_STAGES, kOtherRing = SKL_OTHER_STAGES;
 constexpr int kHandovers = SKL_HANDOVERS;  // tiles of dX between the consumers and dQ
 constexpr int kStagings = SKL_STAGINGS;    // buffers between dQ and the copy engine
-constexpr bool kAhead = SKL_AHEAD;
 constexpr bool kNarrow = E::kNarrowExponent;         // gradients of logits are scaled by powers of two
 constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^(kTopExponent - exponent)
 
 constexpr int kFinishThreads = 128;
+constexpr int kTurnBarrier = kGroups + 2;  // one per consumer; those before are the warpgroups' own
 constexpr int kOutTiles = 2 * Own::kSteps;  // tiles of 8 columns of dK
 
 constexpr int kOwnTileBytes = Own::bytes(kColumns), kOtherTileBytes = Other::bytes(kColumns);
@@ -98,7 +97,7 @@ constexpr int kBarriers = 3 + 2 * (kOtherRing + kOwnRing + kHandovers);
 
 static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
-static_assert(kSubs == 1 || (kSubs == 2 && Own::kChunks == 1 && !kAhead), "plan: registers hold two gradients of up to 64 columns");
+static_assert(kSubs == 1 || (kSubs == 2 && Own::kChunks == 1), "plan: registers hold two gradients of up to 64 columns");
 static_assert(sizeof(HopperFusedArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperFusedArgs differ");
 static_assert(1024 + kBarriersAt + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
 
@@ -394,30 +393,17 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                     }
 
                     // The warp's own part of the buffer: no other warp is waited for.
-                    const u32 mine = staging + stage.slot * kStagingBytes + thread / 32 * (sum_tiles(c) * 512);
-#if SKL_WIDE
-                    if (thread == 0) bulk_wait_read<kStagings - 1>();
-                    barrier_sync(3, 128);
-#else
+                    const u32 mine = staging + stage.slot * kStagingBytes + thread / 32 * (kStagingBytes / 4);
                     if (lane == 0) bulk_wait_read<kStagings - 1>();
                     __syncwarp();
-#endif
 #pragma unroll
                     for (int d = 0; d < sum_tiles(c); ++d) store_float4(mine + (d * 32 + lane) * 16, part[d]);
                     async_fence();
-#if SKL_WIDE
-                    barrier_sync(4, 128);
-                    if (thread == 0) {
-                        bulk_add(sums + sum_index(c, 0, 0), mine, sum_tiles(c) * 2048);
-                        bulk_commit();
-                    }
-#else
                     __syncwarp();
                     if (lane == 0) {
                         bulk_add(sums + sum_index(c, 0, thread), mine, sum_tiles(c) * 512);
                         bulk_commit();
                     }
-#endif
                     stage.advance();
                 }
                 sums += kColumns * Own::kDim;
@@ -460,15 +446,14 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     float out[kSubs][kOutTiles][4];
 #pragma unroll
     for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] = 0.f;
-    Scores other_a, other_b, own;
-    Scores& other_next = kAhead ? other_b : other_a;
+    Scores other, own;
     mbarrier_wait(own_keys, 0);
 
-    const auto multiply_other = [&](Scores& scores, int sub) {
+    const auto multiply_other = [&](int sub) {
         mbarrier_wait(other_full + 8 * at_other.slot, at_other.parity);
         wgmma_fence();
         const u64 tile = ring_other + static_cast<u64>(at_other.slot * (kOtherTileBytes >> 4));
-        multiply_rows<Other, kRows, Other::kChunks>(scores, keys_other + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
+        multiply_rows<Other, kRows, Other::kChunks>(other, keys_other + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
         wgmma_commit();
     };
     const auto multiply_own = [&](int sub) {
@@ -486,6 +471,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     const auto own_done = [&](int slot, int sub) {
         if (sub == kSubs - 1) release(own_empty + 8 * slot);
     };
+    // Consumers take turns at issuing products: in step with each other they would compute exponentials together and then
+    // wait for the matrix unit together.
+    const auto await_turn = [&] { barrier_sync(kTurnBarrier + group, kThreads); };
+    const auto pass_turn = [&] { barrier_arrive(kTurnBarrier + 1 - group, kThreads); };
     // Steps are counted over tiles and, within a tile, over the consumer's keys.
     const int steps = tiles * kSubs;
     const auto first_query = [&](int step) { return (first_tile + step / kSubs) * kColumns; };
@@ -509,90 +498,94 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         __syncwarp();
         release(handed + 8 * at_handed.slot);
         at_handed.advance();
+        await_turn();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTiles / 2; ++k)
             wgmma<Own::kHalf, 1>(sum, dx[k], ring_own_rows + static_cast<u64>((slot * kOwnTileBytes + k * 2048) >> 4), 1);
         wgmma_commit();
     };
-    // One step on a full tile, whose scores are `now` and `own`; with MORE the next one is full too, and its scores are in
-    // `next` and `own` afterwards.
-    const auto step = [&](auto phase, auto more, int i, Scores& now, Scores& next) {
-        constexpr int kSub = decltype(phase)::value % kSubs, kNextSub = (kSub + 1) % kSubs;
-        constexpr bool kMore = decltype(more)::value;
+    // One step on a full tile; with MORE the next one is full too, and its products are done afterwards.
+    const auto step = [&](auto part, auto more, int i) {
+        constexpr int kSub = decltype(part)::value, kNextSub = (kSub + 1) % kSubs;
         const int slot = at_own.slot;
         if (kSub == kSubs - 1) at_own.advance();
-        if (kAhead && kMore) multiply_other(next, kNextSub);
         const u32 hand = hand_at();
         Gradients dx;
-        logit_gradients<false>(dx, hand, now, own, base + kTermsAt + slot * kTermBytes, lift, mask, key, first_query(i), ct, cs);
+        logit_gradients<false>(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, mask, key, first_query(i), ct, cs);
         accumulate(out[kSub], dx, hand, slot);
-        if constexpr (kMore) {
-            if (!kAhead) multiply_other(next, kNextSub);
+        if constexpr (decltype(more)::value) {
+            multiply_other(kNextSub);
             multiply_own(kNextSub);
             wgmma_wait<1>();
+            pass_turn();
             settle(out[kSub]);
-            settle(next);
+            settle(other);
             own_done(slot, kSub);
             other_done(kNextSub);
             wgmma_wait<0>();
             settle(own);
         } else {
+            pass_turn();
             wgmma_wait<0>();
             settle(out[kSub]);
             own_done(slot, kSub);
         }
     };
-    const auto partial_step = [&](auto phase, int i) {
-        constexpr int kSub = decltype(phase)::value;
+    const auto partial_step = [&](auto part, int i) {
+        constexpr int kSub = decltype(part)::value;
         const int slot = at_own.slot, query = first_query(i);
         if (kSub == kSubs - 1) at_own.advance();
         const u32 hand = hand_at();
         Gradients dx;
-        logit_gradients<true>(dx, hand, other_a, own, base + kTermsAt + slot * kTermBytes, lift, mask, key + kSub * kSubRows, query, ct,
+        logit_gradients<true>(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, mask, key + kSub * kSubRows, query, ct,
                               cs);
         if (query < queries.begin || min(query + kColumns, n.queries) > queries.end)
             clear_rows<kColumns, Own::kChunks>(base + kOwnAt + slot * kOwnTileBytes, query, queries, 1 + group);
         accumulate(out[kSub], dx, hand, slot);
+        pass_turn();
         wgmma_wait<0>();
         settle(out[kSub]);
         own_done(slot, kSub);
     };
 
+    if (group == 1) pass_turn();
     for (int head = first_head; head < end_head; ++head) {
         if (new_keys(head)) {
             mbarrier_wait(keys_full, at_keys.parity);
             at_keys.advance();
         }
-        // Runs of full tiles are pipelined, two steps to a round: they differ in the sums or the scores they use. What is
-        // decided between steps is decided before products are under way.
+        // Runs of full tiles are pipelined. What is decided between steps is decided before products are under way.
         for (int i = 0; i < steps; ++i) {
             const int sub = i % kSubs;
-            multiply_other(other_a, sub);
+            multiply_other(sub);
             multiply_own(sub);
             wgmma_wait<0>();
-            settle(other_a);
+            settle(other);
             settle(own);
             other_done(sub);
             if (!full(i)) {
-                if (sub == 0) partial_step(Value<0>{}, i);
-                if (kSubs > 1 && sub == 1) partial_step(Value<kSubs - 1>{}, i);
+                if (sub == 0)
+                    partial_step(Value<0>{}, i);
+                else
+                    partial_step(Value<kSubs - 1>{}, i);
                 continue;
             }
-            for (bool second = sub == 1;; second = false) {
+            for (bool second = sub > 0;; second = false) {
                 if (!second) {
                     if (!full(i + 1)) {
-                        step(Value<0>{}, Value<false>{}, i, other_a, other_next);
+                        step(Value<0>{}, Value<0>{}, i);
                         break;
                     }
-                    step(Value<0>{}, Value<true>{}, i++, other_a, other_next);
+                    step(Value<0>{}, Value<1>{}, i++);
                 }
-                if (!kAhead && kSubs == 1) continue;
-                if (!full(i + 1)) {
-                    step(Value<1>{}, Value<false>{}, i, other_next, other_a);
-                    break;
+                if constexpr (kSubs > 1) {
+                    if (!full(i + 1)) {
+                        step(Value<1>{}, Value<0>{}, i);
+                        break;
+                    }
+                    step(Value<1>{}, Value<1>{}, i++);
                 }
-                step(Value<1>{}, Value<true>{}, i++, other_next, other_a);
             }
         }
         if (head + 1 < end_head && new_keys(head + 1)) release(keys_empty);
