@@ -20,7 +20,7 @@ from . import TileRow, Work
 COLUMNS = 64
 MAX_OUT = 128
 
-# Threads of the consumers, of the warpgroup that computes the gradient of the queries, of the producer; registers of each.
+# Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer; registers of each.
 THREADS = 256 + 128 + 128
 CONSUMER_REGISTERS, QUERY_GRADIENT_REGISTERS, PRODUCER_REGISTERS = 200, 72, 40
 HELPER_THREADS = 128
