@@ -498,33 +498,38 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         __syncwarp();
         release(handed + 8 * at_handed.slot);
         at_handed.advance();
-        await_turn();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTiles / 2; ++k)
             wgmma<Own::kHalf, 1>(sum, dx[k], ring_own_rows + static_cast<u64>((slot * kOwnTileBytes + k * 2048) >> 4), 1);
         wgmma_commit();
     };
-    // One step on a full tile; with MORE the next one is full too, and its products are done afterwards.
+    // One step on a full tile; with MORE the next one is full too, and its products are done afterwards. They start before
+    // dX is handed over, which takes as long. No arrival of a single lane stands last: without a wait behind it the compiler
+    // takes the lanes for parted, and keeps descriptors out of uniform registers, at 50 instructions a step.
     const auto step = [&](auto part, auto more, int i) {
         constexpr int kSub = decltype(part)::value, kNextSub = (kSub + 1) % kSubs;
+        constexpr bool kMore = decltype(more)::value;
         const int slot = at_own.slot;
         if (kSub == kSubs - 1) at_own.advance();
         const u32 hand = hand_at();
         Gradients dx;
         logit_gradients<false>(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, mask, key, first_query(i), ct, cs);
-        accumulate(out[kSub], dx, hand, slot);
-        if constexpr (decltype(more)::value) {
+        await_turn();
+        if constexpr (kMore) {
             multiply_other(kNextSub);
             multiply_own(kNextSub);
+        }
+        accumulate(out[kSub], dx, hand, slot);
+        if constexpr (kMore) {
             wgmma_wait<1>();
             pass_turn();
-            settle(out[kSub]);
-            settle(other);
-            own_done(slot, kSub);
             other_done(kNextSub);
             wgmma_wait<0>();
+            own_done(slot, kSub);
+            settle(other);
             settle(own);
+            settle(out[kSub]);
         } else {
             pass_turn();
             wgmma_wait<0>();
@@ -542,6 +547,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                               cs);
         if (query < queries.begin || min(query + kColumns, n.queries) > queries.end)
             clear_rows<kColumns, Own::kChunks>(base + kOwnAt + slot * kOwnTileBytes, query, queries, 1 + group);
+        await_turn();
         accumulate(out[kSub], dx, hand, slot);
         pass_turn();
         wgmma_wait<0>();
