@@ -37,9 +37,9 @@ class FusedRow(TileRow):
     """Buffers between that warpgroup and the copy engine."""
 
 
-# Student, 8 heads x 8192, bf16, TFLOP/s of the operation on an H100. D = 64: 256 keys 403, causal 377; 128 keys 374, 357.
-# D = 128: 520 and 524 as below; 529 and 502 with a third handover in place of the second staging; 559 and 495 with a fourth
-# stage in place of both; runs differ by 3 %.
+# Student, 8 heads x 8192, bf16, TFLOP/s of the operation on an H100. D = 64: 256 keys 403, causal 377; 128 keys 374 and
+# 357. D = 128: 520 and 524 as below; 529 and 502 with a third handover in place of the second staging; 559 and 495 with
+# a fourth stage in place of it. Runs differ by 3 %.
 TABLE = (
     FusedRow(8, 2, COLUMNS, 5, 1, 64, "two tiles of keys: half the additions in memory", max_out=64, other_stages=5),
     FusedRow(8, 1, COLUMNS, 6, 1, 64, "one tile of keys: twice the blocks", max_out=64, other_stages=6, stagings=2),
