@@ -3,8 +3,11 @@
 One primitive over arrays of NumPy, CuPy, PyTorch, JAX and other DLPack producers; see `attention_kl`.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .api import (
     KLForward,
+    KLForwardMass,
     KLGradients,
     attention_kl,
     attention_kl_backward,
@@ -20,13 +23,27 @@ __all__ = [
     "CompilerError",
     "DriverError",
     "KLForward",
+    "KLForwardMass",
     "KLGradients",
     "StreamKLError",
     "attention_kl",
     "attention_kl_backward",
     "attention_kl_forward",
     "attention_kl_value_and_grad",
+    "patterns",
     "plan",
     "warmup",
 ]
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import patterns
+
+
+def __getattr__(name: str) -> Any:
+    """`streamkl_cupy.patterns`, imported by those who use it: every other import of the package is spared its time."""
+    if name != "patterns":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return import_module(".patterns", __name__)

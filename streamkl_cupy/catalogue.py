@@ -13,10 +13,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import compile as compiler
-from . import settings
+from . import masks as registry
+from . import patterns, settings
 from .arch import PLANES
 from .errors import CompilerError
 from .planning import KernelPlan, facts_for_arch, make_plan
@@ -34,6 +35,20 @@ DIMS = (
 """(teacher, student); the unequal ones are shrunk students, latent attention and indexers."""
 
 ARCHS = ("sm_80", "sm_90", "sm_120")
+# What asks for code of its own: an interval, places, holes, lists, and all that can come together.
+MASKS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "causal": ("causal",),
+    "window": ("window",),
+    "lengths": ("lengths",),
+    "packed": ("window", "packed"),
+    "keys": ("lengths", "keys"),
+    "blocks": ("causal", "blocks"),
+    "everything": ("window", "lengths", "keys", "blocks"),
+}
+PLAIN = ("none", "causal")
+SIMPLE = ("", "Causal")
+SEQUENCES = 16
 # Enough rows to fill any GPU, and so few that planning prefers smaller tiles.
 EXTENTS = ((8, 8192), (1, 512))
 
@@ -102,10 +117,21 @@ def problem(
         keys=rows,
         teacher=side(dims[0], types.teacher),
         student=side(dims[1], types.student),
-        mask=MaskSpec(mask, (("q_offset", 0),)) if mask == "causal" else MaskSpec(mask),
+        mask=mask_spec(mask, rows),
         device=Device("cuda"),
+        rank=3 if mask == "packed" else 4,
         precision=types.precision,
+        sequences=SEQUENCES if mask == "packed" else 0,
     )
+
+
+def mask_spec(mask: str, rows: int) -> MaskSpec:
+    """A mask of the list for as many keys as rows."""
+    parts = MASKS[mask]
+    values = {"q_offset": 0, "left": rows // 8, "right": 0, "q_offset_given": 0}
+    names = dict.fromkeys(name for part in parts for name in registry.MASKS[part].params)
+    pattern = patterns.local(rows // 8, queries=rows, causal=True) if "blocks" in parts else None
+    return MaskSpec(parts, tuple((name, values[name]) for name in names), pattern)
 
 
 def _four(strides: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -129,8 +155,10 @@ def entries(
     chosen = tuple(types)
     for pair in dims:
         for types_of in chosen:
-            for mask, aligned, extents in itertools.product(("none", "causal"), (True, False), EXTENTS):
+            for mask, aligned, extents in itertools.product(MASKS, (True, False), EXTENTS):
                 if not aligned and types_of not in UNALIGNED:
+                    continue
+                if mask not in PLAIN and (not aligned or types_of.precision == "high"):
                     continue
                 label = f"{pair[0]}/{pair[1]} {types_of} {mask}{'' if aligned else ' unaligned'}"
                 try:
@@ -138,7 +166,7 @@ def entries(
                 except NotImplementedError as reason:
                     refused.append(f"{label}: {reason}")
                     continue
-                passes = (fused.kernels[1] for fused in plan.fused)
+                passes = [fused.kernels[1] for fused in plan.fused] + ([plan.key_bits] if plan.key_bits else [])
                 for kernel in (plan.forward, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.
                     found.setdefault(replace(kernel, tiles=0, blocks=0), Entry(f"{kernel.name} {label}", kernel))
@@ -154,13 +182,15 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
     groups: dict[object, Entry] = {}
     for entry in listed:
         constants = dict(entry.kernel.constants)
-        if constants["SKL_PLANES"] == PLANES["high"]:
+        if constants.get("SKL_PLANES") == PLANES["high"]:
             continue
+        parts = constants.get("SKL_MASK_PARTS")
         group = (
             entry.kernel.name,
             entry.kernel.tile,
-            constants["SKL_T_ELEMENT"],
-            constants["SKL_S_ELEMENT"],
+            constants.get("SKL_T_ELEMENT"),
+            constants.get("SKL_S_ELEMENT"),
+            None if parts in SIMPLE else parts,
         )
         if group not in groups or _weight(entry) >= _weight(groups[group]):
             groups[group] = entry
@@ -168,10 +198,10 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
 
 
 def _weight(entry: Entry) -> tuple[int, ...]:
-    constants = dict(entry.kernel.constants)
-    dims = (constants["SKL_T_DIM"], constants["SKL_S_DIM"])
+    constants: dict[str, Any] = dict(entry.kernel.constants)
+    dims = (constants.get("SKL_T_DIM", 0), constants.get("SKL_S_DIM", 0))
     # Element-wise loads and a mask need registers of their own.
-    return max(dims), sum(dims), -constants.get("SKL_TQ_VECTOR", 1), len(entry.kernel.slots[1][1])
+    return max(dims), sum(dims), -constants.get("SKL_TQ_VECTOR", 1), len(constants.get("SKL_MASK_PARTS", ""))
 
 
 def build(listed: Sequence[Entry], jobs: int | None = None, store: bool = False) -> Iterator[Built]:

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .arch import ELEMENT_BYTES, SIDES, DeviceFacts
+from .arch import ELEMENT_BYTES, MASK_WORDS, SIDES, DeviceFacts
 from .compile import import_cupy, load
 from .errors import CaptureError, DriverError
-from .masks import MASKS
+from .masks import parts_of
 from .planning import KernelPlan, Plan, make_plan
 from .problem import INPUT_NAMES, Operand, Problem, canonical_strides
 from .source import flatten
 from .tensor_maps import MAP_BYTES, encode
 
 if TYPE_CHECKING:
-    from .arrays import Gradients, Inputs, RowStats, Saved
+    from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved
+    from .patterns import BlockPattern
 
 LOG2E = 1.4426950408889634
 UNSPLIT = "unsplit forward"
@@ -33,9 +34,10 @@ UNSPLIT = "unsplit forward"
 # The structs of cuda_src/common/args.cuh, field by field.
 _TENSOR4 = struct.Struct("=Q4q")
 _TENSOR3 = struct.Struct("=Q3q")
-_EXTENTS = struct.Struct("=10i4q")
+_EXTENTS = struct.Struct(f"=10i{MASK_WORDS}q")
 _FORWARD_TAIL = struct.Struct("=2fQ")
 _GRADIENT_TAIL = struct.Struct("=3fi")
+_KEY_BITS = struct.Struct("=2Q2q2i")
 
 # Where pointers lie in the structs, counted in 8-byte words.
 _OPERANDS = tuple(i * _TENSOR4.size // 8 for i in range(4))
@@ -43,6 +45,10 @@ _ROWS = tuple((4 * _TENSOR4.size + i * _TENSOR3.size) // 8 for i in range(4))
 _OUT = (4 * _TENSOR4.size + 4 * _TENSOR3.size) // 8
 _OUT_Q = _OUT + (_TENSOR4.size + _EXTENTS.size + _GRADIENT_TAIL.size) // 8
 _FUSED_WORKSPACE = _OUT_Q + _TENSOR4.size // 8
+_MASK = {
+    "forward": (4 * _TENSOR4.size + 3 * _TENSOR3.size + _EXTENTS.size) // 8 - MASK_WORDS,
+    "gradient": (5 * _TENSOR4.size + 4 * _TENSOR3.size + _EXTENTS.size) // 8 - MASK_WORDS,
+}
 _WORKSPACE = (4 * _TENSOR4.size + 3 * _TENSOR3.size + _EXTENTS.size + _FORWARD_TAIL.size) // 8 - 1
 
 
@@ -76,7 +82,7 @@ class _Kernel:
     """Kernels that run one after the other on the same arguments, mostly one: loaded, with their launch shapes and the
     constant part of the arguments."""
 
-    __slots__ = ("_base", "_launch", "_maps", "_steps", "_template", "_type")
+    __slots__ = ("_base", "_launch", "_lists", "_maps", "_steps", "_template", "_type", "mask_words")
 
     def __init__(self, problem: Problem, *plans: KernelPlan) -> None:
         plan = plans[0]
@@ -91,7 +97,12 @@ class _Kernel:
         )
         self._maps = tuple(_Maps(problem.operand(name), problem.batch, box) for name, box in plan.boxes)
         self._base = len(self._maps) * MAP_BYTES
-        self._template = (bytes(self._base) + _template(problem, plan)).ljust(plan.args_bytes, b"\0")
+        self._lists = _tile_lists(problem, plan)  # the template has their addresses
+        lists = [x.data.ptr for x in self._lists]
+        first = _MASK["forward" if plan.name in ("forward", "combine") else "gradient"]
+        # (word of the struct, name) of what the mask reads from memory
+        self.mask_words = tuple((first + i, name) for i, name in _mask_words(problem)[1])
+        self._template = (bytes(self._base) + _template(problem, plan, lists)).ljust(plan.args_bytes, b"\0")
         self._type = ctypes.c_uint64 * (plan.args_bytes // 8)
 
     def __call__(
@@ -123,6 +134,30 @@ class _Kernel:
             self._launch(handle, *shape, stream, ctypes.addressof(parameters), 0)
 
 
+class _KeyBits:
+    """Packs a mask of keys at the start of a workspace."""
+
+    __slots__ = ("_launch", "_shape", "_sizes", "_type")
+
+    def __init__(self, problem: Problem, plan: KernelPlan) -> None:
+        text = flatten(plan.entry, dict(plan.constants), dict(plan.slots))
+        self._launch = import_cupy().cuda.driver.launchKernel
+        kernel = load(text, plan.symbol, plan.arch).kernel.ptr
+        self._shape = (kernel, plan.blocks, 1, 1, plan.threads, 1, 1, 0)
+        self._sizes = (problem.batch, problem.keys)
+        self._type = ctypes.c_uint64 * (plan.args_bytes // 8)
+
+    def __call__(self, mask: ArrayView, workspace: int, stream: int) -> None:
+        if 0 in self._sizes:
+            return
+        if not workspace:
+            raise ValueError("workspace: got none; a key_mask needs the bytes that workspace_bytes and backward_bytes say")
+        batch = mask.strides[0] if len(mask.strides) > 1 else 0
+        packed = self._type.from_buffer_copy(_KEY_BITS.pack(mask.ptr, workspace, batch, mask.strides[-1], *self._sizes))
+        parameters = ctypes.c_void_p(ctypes.addressof(packed))
+        self._launch(*self._shape, stream, ctypes.addressof(parameters), 0)
+
+
 class _Maps(dict[int, bytes]):
     """Tensor maps of one operand by address. A training loop reuses few addresses; a bound keeps odd programs small."""
 
@@ -148,7 +183,7 @@ class Runner:
         self.problem = problem
         self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
         self.workspace_bytes = self.plan.workspace_bytes
-        self._kernels: dict[str, _Kernel] = {}
+        self._kernels: dict[str, Any] = {}
         self._empty_rows = 0 in (problem.batch, problem.heads, problem.queries)
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
@@ -156,17 +191,21 @@ class Runner:
         with self._guard:
             split = (UNSPLIT, "combine") if self.plan.combine else ()
             fused = [fused.side for fused in self.plan.fused if all(x in wrt for x in fused.names)]
-            for name in ("forward", *split, *fused, *wrt):
+            bits = ("key bits",) if self.plan.key_bits else ()
+            for name in (*bits, "forward", *split, *fused, *wrt):
                 self._kernel(name, None)
 
     def backward_bytes(self, wrt: tuple[str, ...]) -> int:
         """Bytes of workspace for these gradients."""
         return self.plan.backward_bytes(wrt)
 
-    def forward(self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0) -> None:
+    def forward(
+        self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0, masks: MaskArrays | None = None
+    ) -> None:
         """Launch the forward; every element of the outputs is written.
 
-        `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split.
+        `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split, and a mask of
+        keys cannot be. `masks` has the arrays that the problem's mask names.
         """
         if self._empty_rows:
             return
@@ -177,17 +216,33 @@ class Runner:
             if workspace:
                 combine = self._kernels.get("combine") or self._kernel("combine", stream)
             pointers = [(word, x.ptr) for word, x in zip(_ROWS, outputs)]
+            if masks is not None:
+                self._pack_bits(masks, workspace, stream)
+                pointers += _mask_pointers(kernel, masks, workspace)
             if combine is None:
                 kernel(_addresses(inputs), pointers, stream)
             else:
-                pointers.append((_WORKSPACE, workspace))
+                pointers.append((_WORKSPACE, workspace + self.plan.mask_bytes))
                 kernel(_addresses(inputs), pointers, stream)
                 combine(_addresses(inputs), pointers, stream)
 
-    def backward(self, inputs: Inputs, saved: Saved, outputs: Gradients, stream: int, workspace: int = 0) -> None:
+    def _pack_bits(self, masks: MaskArrays, workspace: int, stream: int) -> None:
+        if self.plan.key_bits:
+            (self._kernels.get("key bits") or self._kernel("key bits", stream))(masks.key_mask, workspace, stream)
+
+    def backward(
+        self,
+        inputs: Inputs,
+        saved: Saved,
+        outputs: Gradients,
+        stream: int,
+        workspace: int = 0,
+        masks: MaskArrays | None = None,
+    ) -> None:
         """Launch the gradients that `outputs` has room for; every element of them is written.
 
-        `workspace` is the address of `backward_bytes(wrt)` bytes; without them each gradient has its own kernel.
+        `workspace` is the address of `backward_bytes(wrt)` bytes; without them each gradient has its own kernel, and a
+        mask of keys cannot be.
         """
         problem = self.problem
         wanted = {name: out for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None}
@@ -197,12 +252,15 @@ class Runner:
             for fused in self.plan.fused if workspace else ():
                 q, k = fused.names
                 if q in wanted and k in wanted:
-                    pointers = ((_OUT, wanted.pop(k).ptr), (_OUT_Q, wanted.pop(q).ptr), (_FUSED_WORKSPACE, workspace))
+                    sums = workspace + self.plan.mask_bytes
+                    pointers = ((_OUT, wanted.pop(k).ptr), (_OUT_Q, wanted.pop(q).ptr), (_FUSED_WORKSPACE, sums))
                     passes.append((self._kernels.get(fused.side) or self._kernel(fused.side, stream), pointers))
             kernels = [self._kernels.get(name) or self._kernel(name, stream) for name in wanted]
             rows = _row_vectors(problem, saved)
+            if masks is not None and problem.heads:
+                self._pack_bits(masks, workspace, stream)
             for kernel, pointers in passes:
-                kernel(_addresses(inputs), pointers, stream, rows)
+                kernel(_addresses(inputs), (*pointers, *_mask_pointers(kernel, masks, workspace)), stream, rows)
             for out, kernel in zip(wanted.values(), kernels, strict=True):
                 if 0 in out.shape:
                     continue
@@ -210,7 +268,7 @@ class Runner:
                     size = ELEMENT_BYTES[out.dtype] * prod(out.shape)
                     self._runtime.memsetAsync(out.ptr, 0, size, stream)
                     continue
-                kernel(_addresses(inputs), ((_OUT, out.ptr),), stream, rows)
+                kernel(_addresses(inputs), ((_OUT, out.ptr), *_mask_pointers(kernel, masks, workspace)), stream, rows)
 
     def _kernel_plans(self, name: str) -> tuple[KernelPlan, ...]:
         forward = self.plan.forward
@@ -218,6 +276,8 @@ class Runner:
             return (replace(forward, splits=1, blocks=forward.blocks // forward.splits),)
         if name == "combine" and self.plan.combine:
             return (self.plan.combine,)
+        if name == "key bits" and self.plan.key_bits:
+            return (self.plan.key_bits,)
         for fused in self.plan.fused:
             if name == fused.side:
                 return fused.kernels
@@ -230,7 +290,7 @@ class Runner:
                 f"the {name} kernel of this problem is not loaded, and loading cannot be captured into a CUDA graph: "
                 "call streamkl_cupy.warmup(...) with the same arrays and options before the capture"
             )
-        kernel = _Kernel(self.problem, *plans)
+        kernel = _KeyBits(self.problem, *plans) if name == "key bits" else _Kernel(self.problem, *plans)
         return self._kernels.setdefault(name, kernel)
 
 
@@ -238,10 +298,49 @@ def _addresses(inputs: Inputs) -> tuple[int, ...]:
     return (inputs[0].ptr, inputs[1].ptr, inputs[2].ptr, inputs[3].ptr)
 
 
-def _template(problem: Problem, plan: KernelPlan) -> bytes:
-    """The argument struct of a kernel with every pointer zero."""
+def _mask_words(problem: Problem, lists: Sequence[int] = ()) -> tuple[list[int], list[tuple[int, str]]]:
+    """What kernels read of the mask: per part its integers, zeros for its arrays, and `lists` last; the arrays by word."""
+    words: list[int] = []
+    arrays: list[tuple[int, str]] = []
+    for part in parts_of(problem.mask):
+        words += [problem.mask[name] for name in part.params]
+        for name in part.arrays:
+            arrays.append((len(words), name))
+            words.append(0)
+    # The part that has a pattern is the last of the registry.
+    pattern = problem.mask.pattern
+    return words + ([] if pattern is None else [*lists, pattern.heads]), arrays
+
+
+def _mask_pointers(kernel: _Kernel, masks: MaskArrays | None, workspace: int) -> list[tuple[int, int]]:
+    """Where the kernel finds what the mask reads; keys as bits, from the start of the workspace."""
+    if masks is None:
+        return []
+    return [(word, workspace if name == "key_mask" else getattr(masks, name).ptr) for word, name in kernel.mask_words]
+
+
+def _tile_lists(problem: Problem, plan: KernelPlan) -> tuple[Any, ...]:
+    """Offsets, entries and order of the pattern's lists for the kernel's tiles, in the current GPU's memory."""
+    pattern = problem.mask.pattern
+    if pattern is None or plan.name == "combine":
+        return ()
+    by_keys = not dict(plan.constants)["SKL_ROWS_ARE_QUERIES"]
+    return _uploaded(pattern, problem.device.index, plan.tile.rows, plan.tile.columns, by_keys)
+
+
+@lru_cache(maxsize=64)
+def _uploaded(pattern: BlockPattern, device: int, rows: int, columns: int, by_keys: bool) -> tuple[Any, ...]:
+    cupy = import_cupy()
+    lists = pattern.tile_lists(rows, columns, by_keys)
+    copies = tuple(cupy.asarray(x) for x in (lists.offsets, lists.entries, lists.order))
+    cupy.cuda.get_current_stream().synchronize()  # kernels run on other streams
+    return copies
+
+
+def _template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> bytes:
+    """The argument struct of a kernel with every pointer of a call zero; `lists` are those of the mask's pattern."""
+    mask, _ = _mask_words(problem, lists)
     operands = b"".join(_TENSOR4.pack(0, *problem.operand(name).strides) for name in INPUT_NAMES)
-    mask = [problem.mask[name] for name in MASKS[problem.mask.name].params]
     extents = _EXTENTS.pack(
         problem.batch,
         problem.heads,
@@ -252,9 +351,9 @@ def _template(problem: Problem, plan: KernelPlan) -> bytes:
         plan.tiles,
         plan.head_group,
         plan.splits,
-        0,
+        problem.sequences,
         *mask,
-        *[0] * (4 - len(mask)),
+        *[0] * (MASK_WORDS - len(mask)),
     )
     scales = (problem.teacher.scale * LOG2E, problem.student.scale * LOG2E)
     rows = _TENSOR3.pack(0, *problem.row_strides())

@@ -15,6 +15,7 @@ summed in float32 before they are rounded, which adds the float32 key gradients 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import ArrayView, Gradients, Inputs, RowStats, Saved, host
-from .masks import MASKS
-from .problem import INPUT_NAMES, Problem, Side
+from . import masks as rules
+from . import validate
+from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
+from .masks import Scene
+from .problem import INPUT_NAMES, MASK_ARRAYS, Problem, Side
 
 Array = NDArray[Any]
 LN2 = math.log(2.0)
@@ -38,6 +41,7 @@ LOG2E = 1.0 / LN2
 QUERY_TILE, KEY_TILE = 1024, 512
 BLOCK_ELEMENTS = QUERY_TILE * KEY_TILE
 LONGEST_KEY_TILE = 2048
+SHORTEST_QUERY_TILE = 128
 
 # A reference is replaced only when a logit exceeds it by this much (base 2), so most tiles move no row state. The
 # sums stay far from the float32 limit, and the last subtraction cancels at most this much.
@@ -63,25 +67,40 @@ class NumPyPlan:
         )
 
 
-def make_plan(problem: Problem) -> NumPyPlan:
-    """Cut a problem into blocks of about `BLOCK_ELEMENTS` scores; small heads are taken several at a time."""
-    m = max(min(problem.queries, QUERY_TILE), 1)
-    n = max(min(problem.keys, max(KEY_TILE, min(BLOCK_ELEMENTS // m, LONGEST_KEY_TILE))), 1)
+def make_plan(problem: Problem, queries: int | None = None, keys: int | None = None) -> NumPyPlan:
+    """Cut a problem into blocks of about `BLOCK_ELEMENTS` scores; small heads are taken several at a time.
+
+    `queries` and `keys` are those of one packed sequence; without them they are taken as one.
+    """
+    M, N = problem.queries if queries is None else queries, problem.keys if keys is None else keys
+    m = max(min(M, QUERY_TILE, _tallest(problem)), 1)
+    n = max(min(N, max(KEY_TILE, min(BLOCK_ELEMENTS // m, LONGEST_KEY_TILE))), 1)
     width = problem.teacher.dim + problem.student.dim
     heads = batches = 1
-    if problem.heads > 0:
+    alike = problem.mask.pattern is None or problem.mask.pattern.heads == 1
+    if problem.heads > 0 and alike:
         # Whole groups of both sides, so that a block's query heads fold onto its key heads. Keys count too: with few
         # query rows it is they that fill the cache.
         unit = _group(problem)
         room = BLOCK_ELEMENTS // max(m * n, n * width, 1)
         heads = min(problem.heads, max(room // unit * unit, 1))
-        if heads == problem.heads:
+        if heads == problem.heads and not {"lengths", "keys"} & set(problem.mask.parts):
             batches = max(min(problem.batch, room // heads), 1)
     rows = batches * heads * m
-    blocks = -(-problem.batch // batches) * -(-problem.heads // heads) * -(-problem.queries // m)
+    blocks = -(-problem.batch // batches) * -(-problem.heads // heads) * -(-M // m)
     scratch = 3 * rows * n + 3 * rows * width + 2 * batches * heads * n * width
     itemsize = np.dtype(problem.stat_dtype).itemsize
     return NumPyPlan(problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize)
+
+
+def _tallest(problem: Problem) -> int:
+    """Rows of a block beyond which it would mostly compute pairs that the mask hides."""
+    tallest, mask = QUERY_TILE, problem.mask
+    if "window" in mask.parts and mask["left"] >= 0 and mask["right"] >= 0:
+        tallest = max((mask["left"] + mask["right"]) // 2, SHORTEST_QUERY_TILE)
+    if mask.pattern is not None:
+        tallest = min(tallest, mask.pattern.query_block)
+    return tallest
 
 
 def widen(x: Array, out: Array) -> Array:
@@ -132,6 +151,11 @@ def _not_finite(x: Array) -> Array | None:
     return bad if bad.any() else None
 
 
+def _at(views: dict[str, Array], place: _Place) -> dict[str, Array]:
+    """The rows of a place of each operand or gradient."""
+    return {name: x[:, :, place.q if name.endswith("_q") else place.k] for name, x in views.items()}
+
+
 class _Scratch:
     """Buffers by name, handed out again and again in whatever shape a ragged tile needs."""
 
@@ -156,10 +180,19 @@ class _Block(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A stretch of keys, and the (m, n) visibility inside it: None where every row sees every key."""
+    """Some keys, and which rows see them, to broadcast to (b, h, m, n): None where every row sees every key."""
 
-    k: slice
+    k: slice | Array
     visible: Array | None
+
+
+class _Place(NamedTuple):
+    """The rows and keys of one packed sequence, or all of them, and how they are cut into blocks."""
+
+    q: slice
+    k: slice
+    scene: Scene
+    plan: NumPyPlan
 
 
 class _Half:
@@ -223,11 +256,11 @@ class _Half:
         np.matmul(self._fold(d_logits), self.keys, out=self._fold(product))
         total += product
 
-    def add_dk(self, total: Array, d_logits: Array, weighted_q: Array) -> None:
-        """total (b, hk, n, D) += d_logits^T weighted_q."""
-        product = self.scratch("product", total.shape)
+    def add_dk(self, total: Array, tile: _Tile, d_logits: Array, weighted_q: Array) -> None:
+        """total (b, hk, N, D) += d_logits^T weighted_q at the keys of the tile."""
+        product = self.scratch("product", self.keys.shape)
         np.matmul(self._fold(d_logits).swapaxes(-1, -2), self._fold(weighted_q), out=product)
-        total += product
+        total[:, :, tile.k] += product
 
 
 class _State:
@@ -294,7 +327,7 @@ class Runner:
         self.problem = problem
         self.plan = make_plan(problem)
         self._dtype = np.dtype(self.plan.dtype)
-        self._mask = MASKS[problem.mask.name]
+        self._mask = rules.parts_of(problem.mask)
 
     def warmup(self, wrt: Sequence[str] = ()) -> None:
         """Nothing to compile or load here."""
@@ -303,35 +336,63 @@ class Runner:
         """Of a workspace from the caller: none."""
         return 0
 
-    def forward(self, inputs: Inputs, outputs: RowStats, stream: int = 0) -> None:
-        """Write KL and both log-sum-exps of every row."""
+    def forward(
+        self, inputs: Inputs, outputs: RowStats, stream: int = 0, workspace: int = 0, masks: MaskArrays | None = None
+    ) -> None:
+        """Write KL and both log-sum-exps of every row.
+
+        Raises:
+            ValueError: lengths or sequence bounds that do not fit; nothing has been written then.
+        """
+        places = list(self._places(masks))
         views = self._views(inputs)
         rows = [self._rows(x) for x in outputs]
+        if self.problem.sequences:  # rows after the last sequence
+            for out, empty in zip(rows, (0, -np.inf, -np.inf), strict=True):
+                out[...] = empty
         scratch = _Scratch(self._dtype)
         with np.errstate(all="ignore"):
-            for b, h in self._groups():
-                for at in self._blocks(b, h):
-                    for out, x in zip(rows, self._block_forward(views, at, scratch), strict=True):
-                        out[at] = x
+            for place in places:
+                here, out_rows = _at(views, place), [x[:, :, place.q] for x in rows]
+                for b, h in self._groups(place):
+                    for at in self._blocks(place, b, h):
+                        for out, x in zip(out_rows, self._block_forward(here, place, at, scratch), strict=True):
+                            out[at] = x
 
-    def backward(self, inputs: Inputs, saved: Saved, outputs: Gradients, stream: int = 0) -> None:
-        """Write every gradient that has an output, reading the logits once for all of them."""
+    def backward(
+        self,
+        inputs: Inputs,
+        saved: Saved,
+        outputs: Gradients,
+        stream: int = 0,
+        workspace: int = 0,
+        masks: MaskArrays | None = None,
+    ) -> None:
+        """Write every gradient that has an output, reading the logits once for all of them.
+
+        Raises:
+            ValueError: lengths or sequence bounds that do not fit; nothing has been written then.
+        """
+        places = list(self._places(masks))
         views, grads = self._views(inputs), self._views(outputs)
         rows = {name: self._rows(x) for name, x in zip(Saved._fields, saved, strict=True) if x is not None}
         for x in grads.values():
             x[...] = 0
         scratch = _Scratch(self._dtype)
         with np.errstate(all="ignore"):
-            for b, h in self._groups():
-                keys = {
-                    name: grads[name][b, slice(h.start // side.group, h.stop // side.group)]
-                    for name, side in (("teacher_k", self.problem.teacher), ("student_k", self.problem.student))
-                    if name in grads
-                }
-                totals = _Totals(keys, self._dtype)
-                for at in self._blocks(b, h):
-                    self._block_backward(views, rows, grads, totals, h.start, at, scratch)
-                totals.store()
+            for place in places:
+                here, grads_here = _at(views, place), _at(grads, place)
+                rows_here = {name: x[:, :, place.q] for name, x in rows.items()}
+                for b, h in self._groups(place):
+                    keys = {
+                        name: grads_here[name][b, slice(h.start // side.group, h.stop // side.group)]
+                        for name, side in (("teacher_k", self.problem.teacher), ("student_k", self.problem.student))
+                        if name in grads_here
+                    }
+                    totals = _Totals(keys, self._dtype)
+                    for at in self._blocks(place, b, h):
+                        self._block_backward(here, rows_here, grads_here, totals, h.start, place, at, scratch)
+                    totals.store()
 
     def _views(self, arrays: Inputs | Gradients) -> dict[str, Array]:
         layout = self.problem.layout
@@ -342,37 +403,77 @@ class Runner:
     def _rows(self, x: ArrayView) -> Array:
         return _canonical(host(x), self.problem.layout, 0)
 
-    def _groups(self) -> Iterator[tuple[slice, slice]]:
+    def _places(self, masks: MaskArrays | None) -> Iterator[_Place]:
+        """The sequences, or the whole, with the mask's values checked."""
+        p = self.problem
+        values = {name: host(x) for name, x in zip(MASK_ARRAYS, masks or (), strict=False) if x is not None}
+        validate.mask_values(p, values)
+        params = dict(p.mask.params)
+        if not p.sequences:
+            scene = Scene(
+                p.queries,
+                p.keys,
+                params,
+                values.get("key_lengths", np.zeros(0, np.int32)),
+                np.atleast_2d(values.get("key_mask", np.zeros((0, 0), np.bool_))),
+                p.mask.pattern,
+            )
+            yield _Place(slice(0, p.queries), slice(0, p.keys), scene, self.plan)
+            return
+        bounds = (itertools.pairwise(values[name].tolist()) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        plans: dict[tuple[int, int], NumPyPlan] = {}
+        for q, k in zip(*bounds, strict=True):
+            M, N = q[1] - q[0], k[1] - k[0]
+            own = params if params["q_offset_given"] else {**params, "q_offset": N - M}
+            plan = plans.setdefault((M, N), make_plan(p, M, N))
+            yield _Place(slice(*q), slice(*k), Scene(M, N, own), plan)
+
+    def _groups(self, place: _Place) -> Iterator[tuple[slice, slice]]:
         """Batches and heads that share nothing with others: whole key heads of both sides."""
         p = self.problem
-        if p.batch * p.heads * p.queries > 0:
-            for b in _slices(p.batch, self.plan.batches):
-                for h in _slices(p.heads, max(self.plan.heads, _group(p))):
+        if p.batch * p.heads * place.scene.queries > 0:
+            for b in _slices(p.batch, place.plan.batches):
+                for h in _slices(p.heads, max(place.plan.heads, _group(p))):
                     yield b, h
 
-    def _blocks(self, b: slice, h: slice) -> Iterator[_Block]:
-        for heads in _slices(h.stop, self.plan.heads, h.start):
-            for q in _slices(self.problem.queries, self.plan.queries):
+    def _blocks(self, place: _Place, b: slice, h: slice) -> Iterator[_Block]:
+        for heads in _slices(h.stop, place.plan.heads, h.start):
+            for q in _slices(place.scene.queries, place.plan.queries):
                 yield _Block(b, heads, q)
 
-    def _tiles(self, at: _Block) -> Iterator[_Tile]:
-        p, q0, q1 = self.problem, at.q.start, at.q.stop
-        k0, k1 = self._mask.key_range(p.mask, q0, q1, p.queries, p.keys)
-        for k in _slices(k1, self.plan.keys, k0):
-            if self._mask.full(p.mask, q0, q1, k.start, k.stop):
-                yield _Tile(k, None)
-            else:
-                rows, keys = np.arange(q0, q1)[:, None], np.arange(k.start, k.stop)[None, :]
-                yield _Tile(k, self._mask.visible(p.mask, rows, keys))
+    def _tiles(self, place: _Place, at: _Block) -> Iterator[_Tile]:
+        """The keys that any row of the block may see: stretches of them, or where the mask has holes, picked ones."""
+        q0, q1, step = at.q.start, at.q.stop, place.plan.keys
+        scene = place.scene._replace(
+            key_lengths=place.scene.key_lengths[at.b],
+            key_mask=place.scene.key_mask[at.b],
+            heads=range(at.h.start, at.h.stop),
+        )
+        k0, k1 = rules.key_range(self._mask, scene, q0, q1)
+        some = rules.holes(self._mask, scene, q0, q1, k0, k1)
+        if some is None or some.all():
+            for k in _slices(k1, step, k0):
+                if rules.full(self._mask, scene, q0, q1, k.start, k.stop):
+                    yield _Tile(k, None)
+                else:
+                    yield _Tile(k, rules.visible(self._mask, scene, np.arange(q0, q1), np.arange(k.start, k.stop)))
+            return
+        picked = k0 + np.flatnonzero(some)
+        for part in _slices(len(picked), step):
+            keys = picked[part]
+            visible = rules.visible(self._mask, scene, np.arange(q0, q1), keys)
+            yield _Tile(keys, None if visible.all() else visible)
 
     def _halves(self, views: dict[str, Array], at: _Block, scratch: _Scratch) -> tuple[_Half, _Half]:
         p = self.problem
         return _Half("teacher", p.teacher, views, at, scratch), _Half("student", p.student, views, at, scratch)
 
-    def _block_forward(self, views: dict[str, Array], at: _Block, scratch: _Scratch) -> tuple[Array, Array, Array]:
+    def _block_forward(
+        self, views: dict[str, Array], place: _Place, at: _Block, scratch: _Scratch
+    ) -> tuple[Array, Array, Array]:
         teacher, student = self._halves(views, at, scratch)
         state = _State(teacher.q.shape[:3], self._dtype)
-        for tile in self._tiles(at):
+        for tile in self._tiles(place, at):
             u, v = teacher.logits(tile, "u"), student.logits(tile, "v")
             state.move(u.max(axis=-1), v.max(axis=-1), np.asarray(tile.visible is None or tile.visible.any(axis=-1)))
             u -= state.r_t[..., None]
@@ -396,6 +497,7 @@ class Runner:
         grads: dict[str, Array],
         key_totals: _Totals,
         first_head: int,
+        place: _Place,
         at: _Block,
         scratch: _Scratch,
     ) -> None:
@@ -404,7 +506,7 @@ class Runner:
         wanted = [half for half in halves if f"{half.name}_q" in grads or f"{half.name}_k" in grads]
         saved = {name: x[at].astype(self._dtype) for name, x in rows.items()}
         if teacher in wanted and "kl" not in saved:
-            saved["kl"] = self._block_forward(views, at, scratch)[0]
+            saved["kl"] = self._block_forward(views, place, at, scratch)[0]
         # -inf marks a row without keys: not a number to subtract, and the row weighs nothing whatever memory holds.
         empty = np.isneginf(saved["teacher_lse"])
         lse_t, lse_s = (np.where(empty, 0, saved[x])[..., None] * LOG2E for x in ("teacher_lse", "student_lse"))
@@ -416,7 +518,7 @@ class Runner:
             weight["teacher"] *= LN2
         dq = {half.name: np.zeros(half.q.shape, self._dtype) for half in wanted if f"{half.name}_q" in grads}
         weighted_q = {half.name: half.weighted(weight[half.name]) for half in wanted if f"{half.name}_k" in grads}
-        for tile in self._tiles(at):
+        for tile in self._tiles(place, at):
             u, v = teacher.logits(tile, "u"), student.logits(tile, "v")
             u -= lse_t
             v -= lse_s
@@ -438,8 +540,8 @@ class Runner:
                     half.add_dq(dq[half.name], d_logits[half.name])
                 if half.name in weighted_q:
                     heads = slice(half.key_heads.start - first_head // half.group, None)
-                    total = key_totals[f"{half.name}_k"][:, heads][:, : half.keys.shape[1], tile.k]
-                    half.add_dk(total, d_logits[half.name], weighted_q[half.name])
+                    total = key_totals[f"{half.name}_k"][:, heads][:, : half.keys.shape[1]]
+                    half.add_dk(total, tile, d_logits[half.name], weighted_q[half.name])
         for half in wanted:
             if half.name in dq:
                 out = grads[f"{half.name}_q"]

@@ -11,6 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from .arch import (
     ARGS_BYTES,
     ELEMENT_BYTES,
@@ -24,7 +26,7 @@ from .arch import (
     families,
 )
 from .divergences import DIVERGENCES
-from .masks import MASKS
+from .masks import Scene, key_range, parts_of
 from .problem import INPUT_NAMES, Problem
 
 MAX_DIM = 256
@@ -51,8 +53,8 @@ class KernelPlan:
     entry: str
     symbol: str
     arch: str
-    constants: tuple[tuple[str, int], ...]
-    slots: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, int | str], ...]
+    slots: tuple[tuple[str, str | tuple[str, ...]], ...]
     tile: TileRow
     smem_bytes: int
     tiles: int
@@ -102,14 +104,19 @@ class Plan:
     combine: KernelPlan | None = None
     """Joins the shares of a forward whose keys are split."""
     workspace_bytes: int = 0
-    """Partial row states of such a forward; without them it runs unsplit."""
+    """What a forward works in: the mask's bytes, and partial row states where keys are split, which it otherwise are not."""
+    key_bits: KernelPlan | None = None
+    """Packs a mask of keys to bits before any other kernel runs."""
+    mask_bytes: int = 0
+    """Where those bits lie: the first bytes of every workspace, without which such a mask cannot be."""
     fused: tuple[FusedPlan, ...] = ()
     """What computes both gradients of a side when both are wanted, there is room for its workspace and equal bits from
     run to run are not asked for; otherwise each has its own kernel."""
 
     def backward_bytes(self, wrt: Collection[str]) -> int:
         """Workspace of a backward for these inputs; without it each gradient is computed by its own kernel."""
-        return max((f.workspace_bytes for f in self.fused if all(x in wrt for x in f.names)), default=0)
+        fused = (f.workspace_bytes for f in self.fused if all(x in wrt for x in f.names))
+        return self.mask_bytes + max(fused, default=0)
 
     def gradient(self, name: str) -> KernelPlan:
         for key, kernel in self.gradients:
@@ -123,12 +130,14 @@ class Plan:
     def __str__(self) -> str:
         p = self.problem
         lines = [
-            f"attention KL on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}",
+            f"attention KL on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}"
+            + (f", {p.sequences} sequences" if p.sequences else ""),
             *(
                 f"  {name}: D={side.dim} {side.dtype}, {side.k.heads} key heads, scale {side.scale:.6g}"
                 for name, side in (("teacher", p.teacher), ("student", p.student))
             ),
             f"  workspace {self.workspace_bytes} B",
+            *([f"  {self.key_bits}"] if self.key_bits else []),
             f"  {self.forward}",
             *([f"  {self.combine}"] if self.combine else []),
             *(f"  {fused}" for fused in self.fused),
@@ -168,12 +177,17 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     forward = _kernel(Work(problem, "forward"), facts)
     rows = problem.batch * problem.heads * problem.queries
     split = forward.splits > 1
+    bits = _key_bits(problem, facts)
+    # What follows the bits starts on a line of its own.
+    mask_bytes = -(-problem.batch * _bit_words(problem) * 4 // 128) * 128 if bits else 0
     return Plan(
         problem=problem,
         forward=forward,
         gradients=tuple((name, _kernel(Work(problem, name), facts)) for name in wanted),
         combine=_combine(forward, rows) if split else None,
-        workspace_bytes=4 * DIVERGENCES["kl"].state_floats * forward.splits * rows if split else 0,
+        workspace_bytes=mask_bytes + (4 * DIVERGENCES["kl"].state_floats * forward.splits * rows if split else 0),
+        key_bits=bits,
+        mask_bytes=mask_bytes,
         fused=tuple(fused for side in SIDES if (fused := _fused(Work(problem, side), facts))),
     )
 
@@ -215,9 +229,12 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
     problem, kind = work.problem, work.kind
     family, reason = _family(work, facts)
     tile = _tile(family, work, facts)
-    tiles = -(-work.rows // tile.rows)
+    # The lengths of sequences are not known here: however they are cut, each has at most one tile that is not full, and
+    # what follows the last one is like one more.
+    tiles = work.rows // tile.rows + problem.sequences + 1 if problem.sequences else -(-work.rows // tile.rows)
     blocks = problem.batch * work.heads * tiles
-    splits = _splits(blocks, -(-problem.keys // tile.columns), facts) if kind == "forward" else 1
+    busy = problem.batch * work.heads * -(-work.rows // tile.rows)
+    splits = _splits(busy, _key_tiles(problem, tile), facts) if kind == "forward" else 1
     if blocks > MAX_GRID:
         raise NotImplementedError(
             f"{work.name}: {blocks} blocks (batch {problem.batch} x heads {work.heads} x row tiles {tiles}) exceed the "
@@ -225,7 +242,8 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         )
     entry, symbol = family.entry(kind)
     smem_bytes = family.smem_bytes(work, tile)
-    constants = {
+    parts = parts_of(problem.mask)
+    constants: dict[str, int | str] = {
         "SKL_T_ELEMENT": ELEMENT_CODES[problem.teacher.dtype],
         "SKL_S_ELEMENT": ELEMENT_CODES[problem.student.dtype],
         "SKL_T_DIM": problem.teacher.dim,
@@ -239,12 +257,12 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         "SKL_STAGES": tile.stages,
         "SKL_SMEM_BYTES": smem_bytes,
         "SKL_ARGS_BYTES": family.args_bytes(kind),
+        "SKL_ROWS_ARE_QUERIES": int(not work.rows_are_keys),
+        "SKL_MASK_PARTS": ", ".join(part.struct for part in parts),
         **family.constants(work, tile),
     }
     if kind != "forward":
         constants["SKL_GRAD_SIDE"] = int(work.name.startswith("student"))
-    if kind == "gradient":
-        constants["SKL_ROWS_ARE_QUERIES"] = int(not work.rows_are_keys)
     return KernelPlan(
         name=work.name,
         family=family.name,
@@ -253,7 +271,10 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         symbol=symbol,
         arch=family.flag(facts.compute_capability),
         constants=tuple(sorted(constants.items())),
-        slots=(("divergence", DIVERGENCES["kl"].header), ("mask", MASKS[problem.mask.name].header)),
+        slots=(
+            ("divergence", DIVERGENCES["kl"].header),
+            ("mask", (*(part.header for part in parts), "masks/all.cuh")),
+        ),
         tile=tile,
         smem_bytes=smem_bytes,
         tiles=tiles,
@@ -264,6 +285,25 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         args_bytes=family.args_bytes(kind),
         boxes=family.boxes(work, tile),
     )
+
+
+def _key_tiles(problem: Problem, tile: TileRow) -> int:
+    """Key tiles that the longest row tile visits, as far as is known here: sequences count as equally long, keys as there."""
+    mask, shares = problem.mask, max(problem.sequences, 1)
+    queries, keys = -(-problem.queries // shares), -(-problem.keys // shares)
+    params = dict(mask.params)
+    if not params.get("q_offset_given", 1):
+        params["q_offset"] = keys - queries
+    scene = Scene(queries, keys, params, key_lengths=np.array([keys]))
+    ranges = (
+        key_range(parts_of(mask), scene, q0, min(q0 + tile.rows, queries))
+        for q0 in {0, queries // 2, max(queries - tile.rows, 0)}
+    )
+    visited = max(-(-stop // tile.columns) - start // tile.columns for start, stop in ranges)
+    if mask.pattern is None:
+        return visited
+    listed = np.diff(mask.pattern.tile_lists(tile.rows, tile.columns).offsets).max(initial=0)
+    return min(visited, int(listed))
 
 
 def _splits(blocks: int, key_tiles: int, facts: DeviceFacts) -> int:
@@ -293,10 +333,43 @@ def _combine(forward: KernelPlan, rows: int) -> KernelPlan:
         symbol="streamkl_combine",
         arch=arch,
         constants=tuple(sorted(constants.items())),
+        slots=(("divergence", DIVERGENCES["kl"].header),),
         smem_bytes=0,
         blocks=-(-rows // threads),
         threads=threads,
         args_bytes=ARGS_BYTES["forward"],
+        boxes=(),
+    )
+
+
+def _bit_words(problem: Problem) -> int:
+    """Words of 32 keys per batch entry."""
+    return -(-problem.keys // 32)
+
+
+def _key_bits(problem: Problem, facts: DeviceFacts) -> KernelPlan | None:
+    """The kernel that packs a mask of keys, a warp to a word; None where there is none."""
+    if not any("key_mask" in part.arrays for part in parts_of(problem.mask)):
+        return None
+    threads = 256
+    major, minor = facts.compute_capability
+    constants = {"SKL_ARGS_BYTES": ARGS_BYTES["key_bits"], "SKL_THREADS": threads}
+    return KernelPlan(
+        name="key bits",
+        family="any",
+        reason="",
+        entry="kernels/key_bits.cu",
+        symbol="streamkl_key_bits",
+        arch=f"sm_{major}{minor}",
+        constants=tuple(sorted(constants.items())),
+        slots=(),
+        tile=TileRow(threads // 32, 1, 32, 1, 1, MAX_TEACHER_DIM, "a warp packs a word of 32 keys"),
+        smem_bytes=0,
+        tiles=1,
+        blocks=-(-problem.batch * _bit_words(problem) * 32 // threads),
+        head_group=1,
+        threads=threads,
+        args_bytes=ARGS_BYTES["key_bits"],
         boxes=(),
     )
 
@@ -318,6 +391,6 @@ def _tile(family: Family, work: Work, facts: DeviceFacts) -> TileRow:
         return pairs * -(-work.rows // row.rows)
 
     for row in fitting:
-        if blocks(row) * 5 >= facts.multiprocessors * 4 and row.rows < 2 * max(work.rows, 16):
+        if blocks(row) * 5 >= facts.multiprocessors * 4 and row.rows < 2 * max(work.typical_rows, 16):
             return row
     return max(fitting, key=lambda row: (blocks(row), -row.rows, -fitting.index(row)))

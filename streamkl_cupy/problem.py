@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .patterns import BlockPattern
 
 INPUT_NAMES = ("teacher_q", "teacher_k", "student_q", "student_k")
+MASK_ARRAYS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k", "key_mask")
 STUDENT = ("student_q", "student_k")
 
 
@@ -24,6 +28,8 @@ class Options(NamedTuple):
     layout: str = "bhnd"
     precision: str = "highest"
     deterministic: bool | None = None
+    window: tuple[int, int] | None = None
+    block_mask: BlockPattern | None = None
 
 
 class Device(NamedTuple):
@@ -72,13 +78,22 @@ class Side:
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """A mask of the registry by name, with its integer parameters by name."""
+    """A mask: parts of the registry by name, in its order, with their integers by name. Without parts it hides nothing.
 
-    name: str = "none"
+    A pair is visible where every part lets it pass.
+    """
+
+    parts: tuple[str, ...] = ()
     params: tuple[tuple[str, int], ...] = ()
+    pattern: BlockPattern | None = None
 
     def __getitem__(self, key: str) -> int:
         return dict(self.params)[key]
+
+    @property
+    def name(self) -> str:
+        """For people: "none", "causal", "window+lengths"."""
+        return "+".join(self.parts) or "none"
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,9 @@ class Problem:
     rank: int = 4
     precision: str = "highest"
     deterministic: bool = False
+    sequences: int = 0
+    """Sequences that lie one after the other in rows and keys; 0: all is one. Then batch is 1, and queries and keys
+    count all of them."""
 
     def operand(self, name: str) -> Operand:
         """The operand an input name such as "student_k" stands for."""

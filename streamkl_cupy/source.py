@@ -7,8 +7,8 @@ names and numbers of the real files, so that compiler messages and profilers poi
 Three rules make the text easy to predict:
 
 * `#include "path"` is relative to the root of `cuda_src`, and a file is inlined the first time only;
-* `#include "@name"` takes its path from `slots["name"]`: that is how a mask or a divergence enters a kernel that does
-  not know its name;
+* `#include "@name"` takes its path, or several one after the other, from `slots["name"]`: that is how the parts of a mask
+  or a divergence enter a kernel that does not know their names;
 * an include may not stand inside `#if`, where "the first time only" could drop it from the branch that needs it.
 """
 
@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .errors import CompilerError
+
+Slots = Mapping[str, str | tuple[str, ...]]
 
 _INCLUDE = re.compile(r'\s*#\s*include\s*(?P<open>["<])(?P<path>[^">]+)[">]')
 _CONDITIONAL = re.compile(r"\s*#\s*(?P<word>if|ifdef|ifndef|endif)\b")
@@ -42,7 +44,7 @@ def cuda_root() -> Path:
 def flatten(
     entry: str,
     constants: Mapping[str, int | float | str],
-    slots: Mapping[str, str],
+    slots: Slots,
     root: Path | None = None,
 ) -> str:
     """One self-contained CUDA text: constants as macros, then `entry` with every include inlined once.
@@ -51,7 +53,7 @@ def flatten(
         entry: file to start from, relative to `root`, such as "kernels/forward.cu".
         constants: macro name -> value. An int or bool becomes an integer literal, a float a single-precision literal,
             a str is taken verbatim (the name of a type or of a function).
-        slots: slot name -> file, relative to `root`, that `#include "@name"` stands for.
+        slots: slot name -> file, or files in order, relative to `root`, that `#include "@name"` stands for.
         root: folder of the sources; by default the one this package ships.
 
     Returns:
@@ -67,7 +69,7 @@ def flatten(
     return "\n".join(out) + "\n"
 
 
-def _inline(path: str, origin: str, root: Path, slots: Mapping[str, str], out: list[str], seen: set[str]) -> None:
+def _inline(path: str, origin: str, root: Path, slots: Slots, out: list[str], seen: set[str]) -> None:
     seen.add(path)
     out.append(f'#line 1 "{path}"')
     depth = 0
@@ -80,15 +82,15 @@ def _inline(path: str, origin: str, root: Path, slots: Mapping[str, str], out: l
             # The compiler would warn of `#pragma once` in a main file; an empty line keeps the numbering.
             out.append("" if _PRAGMA_ONCE.match(line) else line)
             continue
-        target = _target(include, here, depth, slots)
-        if target in seen:
-            out.append("")
-            continue
-        _inline(target, here, root, slots, out, seen)
-        out.append(f'#line {number + 1} "{path}"')
+        targets = [target for target in _targets(include, here, depth, slots) if target not in seen]
+        for target in targets:
+            # One of them may have brought a later one along.
+            if target not in seen:
+                _inline(target, here, root, slots, out, seen)
+        out.append(f'#line {number + 1} "{path}"' if targets else "")
 
 
-def _target(include: re.Match[str], here: str, depth: int, slots: Mapping[str, str]) -> str:
+def _targets(include: re.Match[str], here: str, depth: int, slots: Slots) -> tuple[str, ...]:
     path = include["path"]
     if include["open"] == "<":
         raise CompilerError(
@@ -97,10 +99,11 @@ def _target(include: re.Match[str], here: str, depth: int, slots: Mapping[str, s
     if depth:
         raise CompilerError(f'{here} includes "{path}" inside #if: move the include out, or choose the file by a slot')
     if not path.startswith("@"):
-        return path
+        return (path,)
     if path[1:] not in slots:
         raise CompilerError(f'{here} includes the slot "{path}", which is not filled; filled are {sorted(slots)}')
-    return slots[path[1:]]
+    files = slots[path[1:]]
+    return (files,) if isinstance(files, str) else files
 
 
 def _read(path: str, origin: str, root: Path) -> str:

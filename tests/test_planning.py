@@ -147,7 +147,7 @@ def test_more_heads_than_two_grid_axes_could_hold() -> None:
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 def test_packed_arguments_have_the_size_the_kernels_assert(family: Any) -> None:
     # The kernels compare the same numbers with sizeof; here they are compared with what is really packed.
-    p = problem(mask=MaskSpec("causal", (("q_offset", -3),)))
+    p = problem(mask=MaskSpec(("causal",), (("q_offset", -3),)))
     for name in ("forward", *INPUT_NAMES, *SIDES):
         work = Work(p, name)
         if family.refuses(work, facts_for_arch("sm_90")):
@@ -163,13 +163,13 @@ def test_packed_arguments_have_the_size_the_kernels_assert(family: Any) -> None:
 
 
 def test_the_template_carries_the_mask_and_the_scales() -> None:
-    p = problem(M=5, N=9, mask=MaskSpec("causal", (("q_offset", -3),)))
+    p = problem(M=5, N=9, mask=MaskSpec(("causal",), (("q_offset", -3),)))
     packed = launch._template(p, make_plan(p, facts_for_arch("sm_90")).forward)
     start = 4 * 40 + 3 * 32
     batch, heads, queries, keys = struct.unpack_from("=4i", packed, start)
     assert (batch, heads, queries, keys) == (1, 8, 5, 9)
-    assert struct.unpack_from("=4q", packed, start + 40) == (-3, 0, 0, 0)
-    assert struct.unpack_from("=2f", packed, start + 72) == pytest.approx([launch.LOG2E / 8] * 2)
+    assert struct.unpack_from("=12q", packed, start + 40) == (-3, *[0] * 11)
+    assert struct.unpack_from("=2f", packed, start + 136) == pytest.approx([launch.LOG2E / 8] * 2)
 
 
 def test_tile_rows_say_why() -> None:

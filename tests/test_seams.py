@@ -11,8 +11,9 @@ from streamkl_cupy.divergences import DIVERGENCES
 from streamkl_cupy.masks import MASKS
 from streamkl_cupy.source import cuda_root
 
-# The mask that hides nothing is an English word besides: kernels may use it, they may not include its file.
-NAMES = sorted({*MASKS, *DIVERGENCES} - {"none"})
+# Some names of parts are English words besides. Kernels may use those, but no part's struct.
+NAMES = sorted({*MASKS, *DIVERGENCES} - {"packed", "keys", "blocks"})
+STRUCTS = sorted(part.struct for part in MASKS.values())
 ROOT = cuda_root()
 PACKAGE = Path(__file__).parents[1] / "streamkl_cupy"
 
@@ -48,6 +49,12 @@ def test_kernels_and_tiles_do_not_know_the_name_of(name: str) -> None:
     assert not guilty, f"{name!r} belongs to its registry and its header; found in {guilty}"
 
 
+@pytest.mark.parametrize("name", STRUCTS)
+def test_kernels_and_tiles_do_not_know_the_part(name: str) -> None:
+    guilty = [name_of(path) for path in sources("kernels", "tile") if re.search(rf"\b{name}\b", code_of(path))]
+    assert not guilty, f"{name!r} belongs to its header; found in {guilty}"
+
+
 def test_kernels_and_tiles_reach_masks_and_divergences_only_through_slots_and_interfaces() -> None:
     allowed = {"masks/interface.cuh", "divergences/interface.cuh"}
     for path in sources("kernels", "tile", "common", "ptx"):
@@ -78,7 +85,7 @@ def test_divergence_has_its_header(name: str) -> None:
 
 def test_every_header_of_a_registry_folder_is_registered() -> None:
     registered = {entry.header for registry in (MASKS, DIVERGENCES) for entry in registry.values()}
-    shared = {"masks/interface.cuh", "divergences/interface.cuh"}
+    shared = {"masks/interface.cuh", "masks/all.cuh", "divergences/interface.cuh"}
     assert {name_of(path) for path in sources("masks", "divergences")} - shared == registered
 
 

@@ -11,7 +11,9 @@ struct Tensor4 {  // (B, H, rows, D) through strides, whatever the caller's layo
 struct Tensor3 {  // (B, H, M) row vector through strides
     u64 pointer;
     i64 batch, head, row;
-    __device__ float* at(int b, int h) const { return reinterpret_cast<float*>(pointer) + b * batch + h * head; }
+    __device__ float* at(int b, int h, int first = 0) const {
+        return reinterpret_cast<float*>(pointer) + b * batch + h * head + first * row;
+    }
 };
 
 struct Extents {
@@ -19,8 +21,9 @@ struct Extents {
     int teacher_group, student_group;  // query heads that read one key head
     int tiles;                         // row tiles of this launch per head
     int head_group;                    // heads that run side by side
-    int splits, reserved;              // blocks that share the keys of one row tile
-    i64 mask[4];                       // the mask's own integers, in the registry's order
+    int splits;                        // blocks that share the keys of one row tile
+    int sequences;                     // that lie one after the other in rows and keys; 0: all is one
+    i64 mask[12];                      // of each part of the mask its integers, then its pointers, in the registry's order
 };
 
 struct Inputs {

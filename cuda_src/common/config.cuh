@@ -10,6 +10,7 @@ constexpr int kWarps = SKL_WARPS;
 constexpr int kWarpTiles = SKL_WARP_TILES;   // 16-row matrix tiles per warp
 constexpr int kStages = SKL_STAGES;          // streamed tiles in flight
 constexpr int kThreads = kWarps * 32;
+constexpr bool kRowsAreQueries = SKL_ROWS_ARE_QUERIES;  // or the queries are streamed past stationary keys
 
 static_assert(kRows == kWarps * kWarpTiles * 16, "plan: rows must be warps x warp_tiles x 16");
 static_assert(kColumns % 16 == 0, "plan: columns must be a multiple of 16, the depth of one matrix product");

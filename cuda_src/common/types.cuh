@@ -10,6 +10,10 @@ struct Range {
     int begin, end;
     __device__ bool contains(int i) const { return i >= begin && i < end; }
     __device__ bool empty() const { return end <= begin; }
+    __device__ void meet(Range other) {
+        begin = max(begin, other.begin);
+        end = min(end, other.end);
+    }
 };
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

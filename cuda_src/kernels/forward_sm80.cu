@@ -30,13 +30,14 @@ static_assert(kQueryBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ ForwardArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
-    const Block block = block_of(n, n.heads, n.batch * n.heads, true);
-    const Mask mask(n);
+    Block block = block_of(n, n.heads, n.batch * n.heads, !Mask::kListed);
+    const Place place = Mask::locate(n, block.head, block.tile);
+    const Mask mask(n, place, block.batch, block.head);
 
-    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, n.queries);
-    const Range keys = mask.keys_of(first_row, end_row);
-    const Range visited = tiles_of(keys, kColumns, block, n);
-    const int first_tile = visited.begin, tiles = visited.end - first_tile;
+    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, place.queries);
+    if (Mask::kRagged && first_row >= place.queries) return;
+    const Range rows{first_row, end_row}, keys = mask.keys_of(first_row, end_row);
+    Cursor<Mask> at(mask, rows, share_of(mask.steps_of(first_row, covering(keys, kColumns)), block, n)), ahead = at;
 
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile tq{base};
@@ -44,21 +45,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const auto teacher_keys = [&](int stage) { return TeacherTile{base + kQueryBytes + stage * kStageBytes}; };
     const auto student_keys = [&](int stage) { return StudentTile{base + kQueryBytes + stage * kStageBytes + TeacherTile::bytes(kColumns)}; };
 
-    const HeadView tk_view = head_view<TeacherTile>(args.in.teacher_k, block.batch, block.head / n.teacher_group);
-    const HeadView sk_view = head_view<StudentTile>(args.in.student_k, block.batch, block.head / n.student_group);
+    const HeadView tk_view = head_view<TeacherTile>(args.in.teacher_k, block.batch, block.head / n.teacher_group, place.first_key);
+    const HeadView sk_view = head_view<StudentTile>(args.in.student_k, block.batch, block.head / n.student_group, place.first_key);
     const auto fetch = [&](int i) {
-        const int key = (first_tile + i) * kColumns, stage = i % kStages;
+        const int key = ahead.row(), stage = i % kStages;
         load_rows<kColumns, SKL_TK_VECTOR>(teacher_keys(stage), tk_view, key, keys);
         load_rows<kColumns, SKL_SK_VECTOR>(student_keys(stage), sk_view, key, keys);
+        ahead.next();
     };
 
-    const Range rows{first_row, end_row};
-    load_rows<kRows, SKL_TQ_VECTOR>(tq, head_view<TeacherTile>(args.in.teacher_q, block.batch, block.head), first_row, rows);
-    load_rows<kRows, SKL_SQ_VECTOR>(sq, head_view<StudentTile>(args.in.student_q, block.batch, block.head), first_row, rows);
+    load_rows<kRows, SKL_TQ_VECTOR>(tq, head_view<TeacherTile>(args.in.teacher_q, block.batch, block.head, place.first_query), first_row, rows);
+    load_rows<kRows, SKL_SQ_VECTOR>(sq, head_view<StudentTile>(args.in.student_q, block.batch, block.head, place.first_query), first_row, rows);
     cp_async_commit();
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-        if (i < tiles) fetch(i);
+        if (ahead.more()) fetch(i);
         cp_async_commit();
     }
 
@@ -68,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) state[i].start();
 
-    for (int i = 0; i < tiles; ++i) {
+    for (int i = 0; at.more(); ++i, at.next()) {
         if constexpr (kStages == 1) {
             __syncthreads();
             fetch(i);
@@ -78,15 +79,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         } else {
             cp_async_wait<kStages - 2>();
             __syncthreads();
-            if (i + kStages - 1 < tiles) fetch(i + kStages - 1);
+            if (ahead.more()) fetch(i + kStages - 1);
             cp_async_commit();
         }
-        const int key = (first_tile + i) * kColumns, stage = i % kStages;
+        const int key = at.row(), stage = i % kStages;
         Strip<kTiles> t, s;
         scores<kTiles>(t, tq, warp_row, teacher_keys(stage));
         scores<kTiles>(s, sq, warp_row, student_keys(stage));
-        absorb_tile<kTiles>(state, t, s, mask, row, mask.full(first_row, end_row, key, key + kColumns), key, args.teacher_scale,
-                            args.student_scale);
+        absorb_tile<kTiles>(state, t, s, at.mask, row, at.full(first_row, end_row), key, args.teacher_scale, args.student_scale);
     }
-    write_rows(args, block, state, row);
+    write_rows(args, block, place, state, row);
 }

@@ -52,8 +52,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     extern __shared__ unsigned char shared[];
     const ForwardArgs& args = all.base;
     const Extents& n = args.n;
-    const Block block = block_of(n, n.heads, n.batch * n.heads, true);
-    const Mask mask(n);
+    Block block = block_of(n, n.heads, n.batch * n.heads, !Mask::kListed);
+    const Place place = Mask::locate(n, block.head, block.tile);
+    const Mask mask(n, place, block.batch, block.head);
+    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, place.queries);
+    if (Mask::kRagged && first_row >= place.queries) return;
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
@@ -70,18 +73,20 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     }
     __syncthreads();
 
-    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, n.queries);
-    const Range tiles = tiles_of(mask.keys_of(first_row, end_row), kColumns, block, n);
+    const Range tiles = covering(mask.keys_of(first_row, end_row), kColumns);
+    Cursor<Mask, -1> walk(mask, {first_row, end_row}, share_of(mask.steps_of(first_row, tiles), block, n));
     RingCursor<kRing> at;
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();
         if (threadIdx.x == kThreads) {
             mbarrier_expect(queries_here, kQueryBytes);
-            load_chunks<kRows>(queries_t, all.teacher_q, queries_here, 0, Teacher::kChunks, first_row, block.head, block.batch);
-            load_chunks<kRows>(queries_s, all.student_q, queries_here, 0, Student::kChunks, first_row, block.head, block.batch);
+            load_chunks<kRows>(queries_t, all.teacher_q, queries_here, 0, Teacher::kChunks, place.first_query + first_row, block.head,
+                                block.batch);
+            load_chunks<kRows>(queries_s, all.student_q, queries_here, 0, Student::kChunks, place.first_query + first_row, block.head,
+                                block.batch);
             const int head_t = block.head / n.teacher_group, head_s = block.head / n.student_group;
-            for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+            for (; walk.more(); walk.next()) {
 #pragma unroll
                 for (int p = 0; p < kPieces; ++p) {
                     const bool teacher = p < kTeacherPieces;
@@ -91,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
                     mbarrier_wait(empty + 8 * at.slot, at.parity ^ 1);
                     mbarrier_expect(barrier, chunks * kColumns * 128);
                     load_chunks<kColumns>(ring + at.slot * kPieceBytes, teacher ? all.teacher_k : all.student_k, barrier, first_chunk,
-                                          chunks, tile * kColumns, teacher ? head_t : head_s, block.batch);
+                                          chunks, place.first_key + walk.row(), teacher ? head_t : head_s, block.batch);
                     at.advance();
                 }
             }
@@ -100,9 +105,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     }
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
-    const int lane = lane_id(), group_row = first_row + 64 * group;
+    const int lane = lane_id(), group_row = first_row + 64 * group, group_end = min(group_row + 64, place.queries);
     const int row = group_row + 16 * ((threadIdx.x / 32) & 3) + lane / 4;
-    const Range mine = mask.keys_of(group_row, min(group_row + 64, n.queries));
+    const Range mine = mask.keys_of(group_row, group_end);
     RowState state[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) state[i].start();
@@ -114,9 +119,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     };
     mbarrier_wait(queries_here, 0);
 
-    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-        const int key = tile * kColumns;
-        if (group_row >= n.queries || key >= mine.end || key + kColumns <= mine.begin) {
+    for (; walk.more(); walk.next()) {
+        const int key = walk.row();
+        if (group_row >= place.queries || key >= mine.end || key + kColumns <= mine.begin ||
+            (Mask::kListed && !walk.touches(group_row, group_end))) {
             for (int p = 0; p < kPieces; ++p) {
                 mbarrier_wait(full + 8 * at.slot, at.parity);  // or two arrivals could fall into one phase
                 release(at.slot);
@@ -153,8 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
             add<kTiles>(t, rest);
         }
         release(previous);
-        absorb_tile<kTiles>(state, t, s, mask, row, mask.full(group_row, min(group_row + 64, n.queries), key, key + kColumns), key,
-                            args.teacher_scale, args.student_scale);
+        absorb_tile<kTiles>(state, t, s, walk.mask, row, walk.full(group_row, group_end), key, args.teacher_scale, args.student_scale);
     }
-    write_rows(args, block, state, row);
+    write_rows(args, block, place, state, row);
 }

@@ -24,7 +24,6 @@ using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
 using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
 
 constexpr int kSide = SKL_GRAD_SIDE;
-constexpr bool kRowsAreQueries = SKL_ROWS_ARE_QUERIES;
 using Logit = LogitGradient<kSide>;
 
 template <int SIDE> struct OfSide;
@@ -42,6 +41,11 @@ constexpr int kStageBytes = kTileBytes + kVectors * kColumns * 4;
 
 static_assert(sizeof(GradientArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and GradientArgs differ");
 static_assert(kRowBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
+
+// Whether streamed query j sees any key: no other one has an infinite log-sum-exp, and then its memory may hold anything.
+__device__ inline bool counts(u32 vectors, int j) {
+    return !(Mask::kHoles || Mask::kListed) || shared_float(vectors + 4 * j) != -infinity();
+}
 
 // t becomes the gradient of the logits; `vectors` is where the streamed queries' statistics lie. With MASKED the pairs
 // that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
@@ -129,13 +133,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const int out_group = kSide == kTeacher ? n.teacher_group : n.student_group;
     const int heads_per_block = kRowsAreQueries ? 1 : out_group;  // query heads summed into one output head
     const int out_heads = n.heads / heads_per_block;
-    const Block block = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries);
-    const Mask mask(n);
+    Block block = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
+    const int first_head = block.head * heads_per_block, end_head = first_head + heads_per_block;
+    const Place place = Mask::locate(n, first_head, block.tile);
 
-    const int row_count = kRowsAreQueries ? n.queries : n.keys;
+    const int row_count = kRowsAreQueries ? place.queries : place.keys;
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, row_count);
-    const Range columns = kRowsAreQueries ? mask.keys_of(first_row, end_row) : mask.queries_of(first_row, end_row);
-    const int first_tile = columns.begin / kColumns, tiles = columns.empty() ? 0 : ceil_div(columns.end, kColumns) - first_tile;
+    if (Mask::kRagged && first_row >= row_count) return;
+    const Range rows{first_row, end_row};
 
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile rows_t{base};
@@ -153,31 +158,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     int exponent = kTopExponent - 126;  // narrow types, streamed queries: weights are scaled by 2^(kTopExponent - exponent)
     RowTerms terms[kWarpTiles][2];
 
-    for (int head = block.head * heads_per_block; head < (block.head + 1) * heads_per_block; ++head) {
-        const HeadView queries_t = head_view<TeacherTile>(args.in.teacher_q, block.batch, head);
-        const HeadView queries_s = head_view<StudentTile>(args.in.student_q, block.batch, head);
-        const HeadView keys_t = head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group);
-        const HeadView keys_s = head_view<StudentTile>(args.in.student_k, block.batch, head / n.student_group);
+    for (int head = first_head; head < end_head; ++head) {
+        const Mask mask(n, place, block.batch, head);
+        const Range columns = kRowsAreQueries ? mask.keys_of(first_row, end_row) : mask.queries_of(first_row, end_row);
+        Cursor<Mask> at(mask, rows, mask.steps_of(first_row, covering(columns, kColumns))), ahead = at;
+        const HeadView queries_t = head_view<TeacherTile>(args.in.teacher_q, block.batch, head, place.first_query);
+        const HeadView queries_s = head_view<StudentTile>(args.in.student_q, block.batch, head, place.first_query);
+        const HeadView keys_t = head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group, place.first_key);
+        const HeadView keys_s = head_view<StudentTile>(args.in.student_k, block.batch, head / n.student_group, place.first_key);
 
         const auto fetch = [&](int i) {
-            const int first = (first_tile + i) * kColumns;
+            const int first = ahead.row();
+            const bool full = ahead.full(first_row, end_row);
+            const auto met = [&](int column) { return full || ahead.meets(first_row, end_row, column); };
             if constexpr (kRowsAreQueries) {
-                load_rows<kColumns, SKL_TK_VECTOR>(columns_t(i), keys_t, first, columns);
-                load_rows<kColumns, SKL_SK_VECTOR>(columns_s(i), keys_s, first, columns);
+                load_rows<kColumns, SKL_TK_VECTOR>(columns_t(i), keys_t, first, columns, met);
+                load_rows<kColumns, SKL_SK_VECTOR>(columns_s(i), keys_s, first, columns, met);
             } else {
-                load_rows<kColumns, SKL_TQ_VECTOR>(columns_t(i), queries_t, first, columns);
-                load_rows<kColumns, SKL_SQ_VECTOR>(columns_s(i), queries_s, first, columns);
+                load_rows<kColumns, SKL_TQ_VECTOR>(columns_t(i), queries_t, first, columns, met);
+                load_rows<kColumns, SKL_SQ_VECTOR>(columns_s(i), queries_s, first, columns, met);
                 for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
                     const int which = j / kColumns, q = first + j % kColumns;
                     const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;
                     const bool inside = columns.contains(q);
-                    cp_async_4(stage_base(i) + kTileBytes + 4 * j, x.at(block.batch, head) + (inside ? q * x.row : 0), inside ? 4 : 0);
+                    cp_async_4(stage_base(i) + kTileBytes + 4 * j, x.at(block.batch, head, place.first_query) + (inside ? q * x.row : 0), inside ? 4 : 0);
                 }
             }
+            ahead.next();
         };
 
         __syncthreads();  // the previous head's last tile is still being read
-        const Range rows{first_row, end_row};
         if constexpr (kRowsAreQueries) {
             load_rows<kRows, SKL_TQ_VECTOR>(rows_t, queries_t, first_row, rows);
             load_rows<kRows, SKL_SQ_VECTOR>(rows_s, queries_s, first_row, rows);
@@ -188,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         cp_async_commit();
 #pragma unroll
         for (int i = 0; i < kStages - 1; ++i) {
-            if (i < tiles) fetch(i);
+            if (ahead.more()) fetch(i);
             cp_async_commit();
         }
 
@@ -200,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
                     terms[m][half] = read_terms<Logit>(args, mask, block.batch, head, row + 16 * m + 8 * half);
                 }
         }
-        for (int i = 0; i < tiles; ++i) {
+        for (int i = 0; at.more(); ++i, at.next()) {
             if constexpr (kStages == 1) {
                 __syncthreads();
                 fetch(i);
@@ -210,12 +220,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             } else {
                 cp_async_wait<kStages - 2>();
                 __syncthreads();
-                if (i + kStages - 1 < tiles) fetch(i + kStages - 1);
+                if (ahead.more()) fetch(i + kStages - 1);
                 cp_async_commit();
             }
-            const int first_column = (first_tile + i) * kColumns;
-            const bool full = kRowsAreQueries ? mask.full(first_row, end_row, first_column, first_column + kColumns)
-                                              : mask.full(first_column, first_column + kColumns, first_row, end_row);
+            const int first_column = at.row();
+            const bool full = at.full(first_row, end_row);
             const u32 vectors = stage_base(i) + kTileBytes;
 
             float lift = 1.f;  // narrow types, streamed queries: what the weights of this tile are multiplied by
@@ -225,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
                     const float g = shared_float(vectors + 4 * (2 * kColumns + j));
                     const float value = Logit::kNeedsValue ? kLog2e * shared_float(vectors + 4 * (3 * kColumns + j)) : 0.f;
                     const int e = exponent_of(g * Logit::bound(value));
-                    if (columns.contains(first_column + j) && e < 127) top = max(top, e);
+                    if (columns.contains(first_column + j) && e < 127 && counts(vectors, j)) top = max(top, e);
                 }
                 top = __reduce_max_sync(~0u, top);
                 if (top > exponent) {
@@ -246,9 +255,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             scores<kTiles>(s, rows_s, warp_row, columns_s(i));
 
             if (full)
-                logit_gradients<false>(t, s, terms, vectors, lift, mask, row, first_column, ct, cs);
+                logit_gradients<false>(t, s, terms, vectors, lift, at.mask, row, first_column, ct, cs);
             else
-                logit_gradients<true>(t, s, terms, vectors, lift, mask, row, first_column, ct, cs);
+                logit_gradients<true>(t, s, terms, vectors, lift, at.mask, row, first_column, ct, cs);
 
             const OutTile streamed = [&] {
                 if constexpr (kSide == kTeacher) return columns_t(i);
@@ -264,7 +273,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     }
 
     constexpr int bytes = OutElement::kBytes;
-    const u64 head_base = args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head) * bytes;
+    const int first_out = kRowsAreQueries ? place.first_query : place.first_key;
+    const u64 head_base =
+        args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
+    const Mask mask(n, place, block.batch, first_head);
 #pragma unroll
     for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll

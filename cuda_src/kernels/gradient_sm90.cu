@@ -37,7 +37,6 @@ using Teacher = Operand<SKL_T_ELEMENT, SKL_T_DIM>;
 using Student = Operand<SKL_S_ELEMENT, SKL_S_DIM>;
 
 constexpr int kSide = SKL_GRAD_SIDE;
-constexpr bool kRowsAreQueries = SKL_ROWS_ARE_QUERIES;
 using Logit = LogitGradient<kSide>;
 
 template <int SIDE> struct OfSide;
@@ -89,31 +88,29 @@ __device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : T
 // What a block works on.
 struct Task {
     Block block;
-    int first_head, end_head;        // query heads that are summed
-    int first_row, end_row;          // inside the problem
-    int row_count, column_count;     // rows of the stationary and of the streamed operand
-    Range columns;                   // streamed rows that some row of the block meets
-    Range tiles;                     // of kColumns, over those
+    int first_head, end_head;     // query heads that are summed
+    Place place;
+    int row_count, column_count;  // rows of the stationary and of the streamed operand
+    Range rows;                   // the block's own
 
-    __device__ Task(const Extents& n, const Mask& mask) {
+    __device__ explicit Task(const Extents& n) {
         const int heads_per_block = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
         const int out_heads = n.heads / heads_per_block;
-        block = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries);
+        block = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
         first_head = block.head * heads_per_block;
         end_head = first_head + heads_per_block;
-        row_count = kRowsAreQueries ? n.queries : n.keys;
-        column_count = kRowsAreQueries ? n.keys : n.queries;
-        first_row = block.tile * kRows;
-        end_row = min(first_row + kRows, row_count);
-        columns = met_by(mask, first_row, end_row);
-        tiles = tiles_met_by(mask, first_row, end_row);
+        place = Mask::locate(n, first_head, block.tile);
+        row_count = kRowsAreQueries ? place.queries : place.keys;
+        column_count = kRowsAreQueries ? place.keys : place.queries;
+        rows = {block.tile * kRows, min(block.tile * kRows + kRows, row_count)};
     }
-    __device__ static Range met_by(const Mask& mask, int first, int end) {
-        return kRowsAreQueries ? mask.keys_of(first, end) : mask.queries_of(first, end);
+    __device__ Mask mask(const Extents& n, int head) const { return Mask(n, place, block.batch, head); }
+    // The interval of streamed rows that some of these rows meet.
+    __device__ static Range met_by(const Mask& mask, Range rows) {
+        return kRowsAreQueries ? mask.keys_of(rows.begin, rows.end) : mask.queries_of(rows.begin, rows.end);
     }
-    __device__ static Range tiles_met_by(const Mask& mask, int first, int end) {
-        const Range met = met_by(mask, first, end);
-        return met.empty() ? Range{0, 0} : Range{met.begin / kColumns, ceil_div(met.end, kColumns)};
+    __device__ Cursor<Mask> walk(const Mask& mask) const {
+        return {mask, rows, mask.steps_of(rows.begin, covering(met_by(mask, rows), kColumns))};
     }
     // Whether the resident rows are other ones than those of the head before: the other side may share keys differently.
     __device__ bool new_rows(const Extents& n, int head) const {
@@ -158,19 +155,34 @@ __device__ inline void load_both(u32 shared, const TensorMap& teacher, const Ten
     load_chunks<ROWS>(shared + Teacher::bytes(ROWS), student, barrier, 0, Student::kChunks, row, head_s, batch);
 }
 
+// Whether a tile has rows that must not enter a product. What lies beyond the arrays arrives as zeros; beyond a place that
+// is one of many lie the rows of the next one.
+template <class Met>
+__device__ inline bool needs_zeros(const Cursor<Mask>& walk, const Task& task, Range columns, Met met) {
+    const int first = walk.row(), end = Mask::kRagged ? first + kColumns : min(first + kColumns, task.column_count);
+    if (first < columns.begin || end > columns.end) return true;
+    if (!(Mask::kHoles || Mask::kListed) || walk.full(task.rows.begin, task.rows.end)) return false;
+    bool missing = false;
+    for (int j = lane_id(); j < kColumns; j += 32) missing = missing || (first + j < end && !met(first + j));
+    return __any_sync(~0u, missing);
+}
+
 // The producer: one warp, its first lane issues the tensor copies.
-__device__ inline void produce(const HopperGradientArgs& all, const Task& task, const Mask& mask, const Layout& shared) {
+__device__ inline void produce(const HopperGradientArgs& all, const Task& task, const Layout& shared) {
     const GradientArgs& args = all.base;
     const Extents& n = args.n;
     const int lane = lane_id(), batch = task.block.batch;
+    const int first_query = task.place.first_query, first_key = task.place.first_key;
     RingCursor<kRing> at;
     u32 edge_parity = 0, free_parity = 0;
     int exponent = kLowestExponent;
 
     for (int head = task.first_head; head < task.end_head; ++head) {
         const int head_t = head / n.teacher_group, head_s = head / n.student_group;  // of the keys
+        const Mask mask = task.mask(n, head);
+        const Range columns = Task::met_by(mask, task.rows);
         const auto terms_of = [&](int q) {
-            return task.columns.contains(q) ? read_terms<Logit>(args, mask, batch, head, q) : RowTerms{0.f, 0.f, 0.f, 0.f};
+            return columns.contains(q) ? read_terms<Logit>(args, mask, batch, head, q) : RowTerms{0.f, 0.f, 0.f, 0.f};
         };
         if (task.new_rows(n, head)) {
             if (head > task.first_head) {
@@ -180,22 +192,23 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
             if (lane == 0) {
                 const u32 here = shared.rows_here();
                 if (kRowsAreQueries)
-                    load_both<kRows>(shared.rows, all.teacher_q, all.student_q, here, task.first_row, head, head, batch);
+                    load_both<kRows>(shared.rows, all.teacher_q, all.student_q, here, first_query + task.rows.begin, head, head, batch);
                 else
-                    load_both<kRows>(shared.rows, all.teacher_k, all.student_k, here, task.first_row, head_t, head_s, batch);
+                    load_both<kRows>(shared.rows, all.teacher_k, all.student_k, here, first_key + task.rows.begin, head_t, head_s, batch);
             }
             __syncwarp();
         }
-        for (int tile = task.tiles.begin; tile < task.tiles.end; ++tile) {
-            const int first = tile * kColumns;
-            const bool edge = first < task.columns.begin || min(first + kColumns, task.column_count) > task.columns.end;
+        for (Cursor<Mask> walk = task.walk(mask); walk.more(); walk.next()) {
+            const int first = walk.row();
+            const auto met = [&](int column) { return columns.contains(column) && walk.meets(task.rows.begin, task.rows.end, column); };
+            const bool edge = needs_zeros(walk, task, columns, met);
             mbarrier_wait(shared.empty(at.slot), at.parity ^ 1);
             if (lane == 0) {
                 const u32 barrier = edge ? shared.edge() : shared.full(at.slot), slot = shared.tile(at.slot);
                 if (kRowsAreQueries)
-                    load_both<kColumns>(slot, all.teacher_k, all.student_k, barrier, first, head_t, head_s, batch);
+                    load_both<kColumns>(slot, all.teacher_k, all.student_k, barrier, first_key + first, head_t, head_s, batch);
                 else
-                    load_both<kColumns>(slot, all.teacher_q, all.student_q, barrier, first, head, head, batch);
+                    load_both<kColumns>(slot, all.teacher_q, all.student_q, barrier, first_query + first, head, head, batch);
             }
             if (edge) {
                 mbarrier_wait(shared.edge(), edge_parity);
@@ -203,8 +216,11 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
                 // Whole rows, so the swizzle inside them does not matter.
                 const float zeros[4] = {0.f, 0.f, 0.f, 0.f};
                 const u32 rows = shared.tile(at.slot) + out_offset(kColumns);
-                for (int j = lane; j < Out::kChunks * kColumns * 8; j += 32)
-                    if (!task.columns.contains(first + j / 8 % kColumns)) store_float4(rows + 16 * j, zeros);
+                for (int j = lane; j < kColumns; j += 32)
+                    if (!met(first + j))
+#pragma unroll 1
+                        for (int piece = 0; piece < 8 * Out::kChunks; ++piece)  // from a piece of its own: other banks
+                            store_float4(rows + (piece / 8 * kColumns + j) * 128 + ((piece + lane) & 7) * 16, zeros);
                 async_fence();
             }
             if constexpr (!kRowsAreQueries) {
@@ -282,8 +298,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     extern __shared__ unsigned char memory[];
     const GradientArgs& args = all.base;
     const Extents& n = args.n;
-    const Mask mask(n);
-    const Task task(n, mask);
+    const Task task(n);
+    if (Mask::kRagged && task.rows.begin >= task.row_count) return;
     const Layout shared((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u);
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -301,16 +317,17 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();
-        if (threadIdx.x < kThreads + 32) produce(all, task, mask, shared);
+        if (threadIdx.x < kThreads + 32) produce(all, task, shared);
         return;
     }
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
-    const int lane = lane_id(), group_row = task.first_row + 64 * group, group_end = min(group_row + 64, task.row_count);
+    const int lane = lane_id(), group_row = task.rows.begin + 64 * group, group_end = min(group_row + 64, task.row_count);
     const int row = group_row + 16 * ((threadIdx.x / 32) & 3) + lane / 4;
     const float ct = args.teacher_scale, cs = args.student_scale;
 
-    const Range mine = group_row < group_end ? Task::tiles_met_by(mask, group_row, group_end) : Range{0, 0};
+    const Mask mask = task.mask(n, task.first_head);
+    const Range mine = group_row < group_end ? covering(Task::met_by(mask, {group_row, group_end}), kColumns) : Range{0, 0};
 
     RowTerms terms[2];
     if constexpr (kRowsAreQueries) {
@@ -340,12 +357,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         if (lane == 0) mbarrier_arrive(shared.empty(done.slot));
         done.advance();
     };
-    const auto skip = [&](int tiles) {
-        for (int i = 0; i < tiles; ++i) {
-            mbarrier_wait(shared.full(at.slot), at.parity);  // or two arrivals could fall into one phase
-            at.advance();
-            release();
-        }
+    const auto skip = [&] {
+        mbarrier_wait(shared.full(at.slot), at.parity);  // or two arrivals could fall into one phase
+        at.advance();
+        release();
     };
 
     for (int head = task.first_head; head < task.end_head; ++head) {
@@ -353,8 +368,18 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             mbarrier_wait(shared.rows_here(), rows_parity);
             rows_parity ^= 1;
         }
-        skip(mine.begin - task.tiles.begin);
-        for (int tile = mine.begin; tile < mine.end; ++tile) {
+        Cursor<Mask> walk = task.walk(task.mask(n, head));
+        for (; walk.more() && walk.tile() < mine.begin; walk.next()) skip();
+        bool pending = false;  // the last product is under way, and its tile not yet released
+        for (; walk.more() && walk.tile() < mine.end; walk.next()) {
+            if (Mask::kListed && !walk.touches(group_row, group_end)) {
+                wgmma_wait<0>();
+                settle(out);
+                if (pending) release();
+                pending = false;
+                skip();
+                continue;
+            }
             mbarrier_wait(shared.full(at.slot), at.parity);
             const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
             const u32 streamed = shared.terms(at.slot);
@@ -367,7 +392,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             settle(t);
             settle(s);
             settle(out);
-            if (tile > mine.begin) release();  // the tile before: its last product is done
+            if (pending) release();
+            pending = true;
             if constexpr (!kRowsAreQueries && kNarrow) {
                 const int top = *reinterpret_cast<const int*>(__cvta_shared_to_generic(shared.exponent(at.slot)));
                 if (top > exponent) {
@@ -381,13 +407,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             }
             at.advance();
 
-            const int column = tile * kColumns;
-            const bool full = kRowsAreQueries ? mask.full(group_row, group_end, column, column + kColumns)
-                                              : mask.full(column, column + kColumns, group_row, group_end);
-            if (full)
-                logit_gradients<false>(t, s, terms, streamed, mask, row, column, ct, cs);
+            if (walk.full(group_row, group_end))
+                logit_gradients<false>(t, s, terms, streamed, walk.mask, row, walk.row(), ct, cs);
             else
-                logit_gradients<true>(t, s, terms, streamed, mask, row, column, ct, cs);
+                logit_gradients<true>(t, s, terms, streamed, walk.mask, row, walk.row(), ct, cs);
             Gradients a;
 #pragma unroll
             for (int k = 0; k < kTiles / 2; ++k) accumulators_to_a<Out::kCode>(a[k], t[2 * k], t[2 * k + 1]);
@@ -397,14 +420,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         }
         wgmma_wait<0>();
         settle(out);
-        if (!mine.empty()) release();
-        skip(task.tiles.end - max(mine.end, task.tiles.begin));
+        if (pending) release();
+        for (; walk.more(); walk.next()) skip();
         if (head + 1 < task.end_head && task.new_rows(n, head + 1) && lane == 0) mbarrier_arrive(shared.rows_free());
     }
 
     constexpr int bytes = OutElement::kBytes;
     const Block& block = task.block;
-    const u64 head_base = args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head) * bytes;
+    const int first_out = kRowsAreQueries ? task.place.first_query : task.place.first_key;
+    const u64 head_base =
+        args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int r = row + 8 * half;

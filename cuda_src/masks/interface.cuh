@@ -1,12 +1,62 @@
-// What a mask must offer, as `struct Mask` of its own header; a kernel includes exactly one.
+// What a part of a mask must offer, as a struct of its own header that derives from `Part`, whose defaults hide nothing.
+// masks/all.cuh joins the parts of a problem to `struct Mask`, which is what kernels know:
 //
-//   Mask(const Extents& n)                      reads its integers from n.mask, in the registry's order
-//   Range keys_of(int q0, int q1)               smallest interval of keys that any row of [q0, q1) may see
-//   Range queries_of(int k0, int k1)            smallest interval of rows that may see any key of [k0, k1)
-//   bool full(int q0, int q1, int k0, int k1)   every pair of the two intervals is visible (and inside the problem)
-//   bool visible(int q, int k)                  this pair is visible (and inside the problem)
+//   locate(n, head, tile)                      what the block's sequence owns; `tile` becomes the tile inside it
+//   Mask(n, place, batch, head)                reads its words from n.mask, in the registry's order; `head` is a query head
+//   Range keys_of(int q0, int q1)              smallest interval of keys that any row of [q0, q1) may see
+//   Range queries_of(int k0, int k1)           smallest interval of rows that may see any key of [k0, k1)
+//   bool touches(q0, q1, k0, k1)               false: the intervals name this tile, and still nothing of it is visible
+//   bool full(q0, q1, k0, k1)                  every pair of the two intervals is visible (and inside the place)
+//   bool visible(q, k)                         this pair is visible (and inside the place)
+//   bool key_seen(q0, q1, k)                   some row of [q0, q1) sees key k
+//   bool query_seen(k0, k1, q)                 row q sees some key of [k0, k1)
 //
-// Kernels visit the tiles that the intervals name, test `visible` only on tiles that are not full, and fill operand
-// rows outside the intervals with zeros, so whatever such memory holds never enters a product.
+// and as constants what it is made of, so that a kernel pays for what there is:
+//
+//   kRagged   places differ from block to block, and around a place lie the rows of others
+//   kHoles    `touches` can be false
+//   kListed   the tiles to visit stand in a list; where the block's first row is follows from one too
+//
+// Kernels visit the tiles that the intervals, the list and `touches` leave, test `visible` only on tiles that are not full,
+// and fill operand rows that are not seen with zeros, so whatever such memory holds never enters a product.
 #pragma once
 #include "common/args.cuh"
+#include "common/config.cuh"
+
+constexpr int kNoLimit = 0x7fffffff;
+
+// Rows and keys of one sequence, and where they start in the arrays. Everything else counts inside the place.
+struct Place {
+    int queries, keys, first_query, first_key;
+    int diagonal;  // what the place adds to offsets of the diagonal
+};
+
+// A mask's words of the arguments, taken one after the other.
+struct Words {
+    const i64* at;
+    __device__ i64 next() { return *at++; }
+    __device__ int number() { return static_cast<int>(next()); }
+    template <class T>
+    __device__ const T* pointer() { return reinterpret_cast<const T*>(next()); }
+};
+
+// A step of a list: a tile of streamed rows, and which of its 16 x 16 parts are visible.
+struct TileEntry {
+    int tile;
+    u64 bits;
+};
+
+struct Part {
+    static constexpr bool kRagged = false, kHoles = false, kListed = false;
+    static constexpr int kWords = 0;
+    __device__ static void locate(Words, const Extents&, int, int&, Place&) {}
+    __device__ static Range keys_of(int, int) { return {0, kNoLimit}; }
+    __device__ static Range queries_of(int, int) { return {0, kNoLimit}; }
+    __device__ static bool touches(int, int, int, int) { return true; }
+    __device__ static bool full(int, int, int, int) { return true; }
+    __device__ static bool visible(int, int) { return true; }
+    // Of listed parts only: which entries of the list are tiles of `tiles`; one of them; what is known where the cursor is.
+    __device__ static Range steps_of(int, Range tiles) { return tiles; }
+    __device__ static TileEntry entry(int step) { return {step, 0}; }
+    __device__ static void enter(int, int, u64) {}
+};

@@ -10,10 +10,11 @@ struct HeadView {
     i64 row, column;
 };
 
+// Rows from `first` on.
 template <class T>
-__device__ inline HeadView head_view(const Tensor4& x, int b, int h) {
+__device__ inline HeadView head_view(const Tensor4& x, int b, int h, int first) {
     constexpr int bytes = T::E::kBytes;
-    return {x.pointer + (b * x.batch + h * x.head) * bytes, x.row * bytes, x.column * bytes};
+    return {x.pointer + (b * x.batch + h * x.head + first * x.row) * bytes, x.row * bytes, x.column * bytes};
 }
 
 // One 16-byte chunk of `count` elements that lie `stride` bytes apart, the rest zero. A word at a time: this is the path
@@ -36,14 +37,19 @@ __device__ inline void gather_chunk(u32 shared, u64 source, i64 stride, int coun
     }
 }
 
-// ROWS rows from first on; rows outside `valid` become zeros and are not read. With VECTOR the input's columns are
+// What load_rows asks of every row where the interval says all.
+struct Everything {
+    __device__ bool operator()(int) const { return true; }
+};
+
+// ROWS rows from first on; rows outside `valid`, and those that are not `wanted`, become zeros and are not read. With VECTOR the input's columns are
 // adjacent and its rows start on 16-byte boundaries: asynchronous 16-byte copies, part of the thread's current group.
 // Otherwise plain element loads, complete when the function returns. A barrier must follow before the tile is read.
 //
 // Threads stand in a grid of rows x chunks, so that each keeps its column: one 64-bit product per tile finds a thread's
 // first source, and additions find the rest. The trip counts are constants.
-template <int ROWS, bool VECTOR, class T>
-__device__ inline void load_rows(T tile, const HeadView& x, int first, Range valid) {
+template <int ROWS, bool VECTOR, class T, class Wanted = Everything>
+__device__ inline void load_rows(T tile, const HeadView& x, int first, Range valid, Wanted wanted = {}) {
     constexpr int per_chunk = 16 / T::E::kBytes, chunks = T::kDepth / per_chunk;
     constexpr int across = chunks < kThreads ? chunks : kThreads, down = kThreads / across;
     const int thread_row = threadIdx.x / across;
@@ -56,7 +62,7 @@ __device__ inline void load_rows(T tile, const HeadView& x, int first, Range val
 #pragma unroll(VECTOR && ceil_div(ROWS, down) <= 16 ? ceil_div(ROWS, down) : 1)
         for (int j = 0; j < ceil_div(ROWS, down); ++j) {
             const int r = thread_row + j * down;
-            const int count = static_cast<u32>(r) - begin < rows_inside ? width : 0;
+            const int count = static_cast<u32>(r) - begin < rows_inside && wanted(first + r) ? width : 0;
             // Where the grid does not fill the block or the tile, the threads beyond it have nothing to do.
             if ((kThreads % across == 0 || thread_row < down) && (ROWS % down == 0 || r < ROWS)) {
                 if constexpr (VECTOR)

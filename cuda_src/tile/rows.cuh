@@ -44,23 +44,23 @@ __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t
 }
 
 // Merges the four lanes of each row and writes what they know: results, or the state where keys are split.
-__device__ inline void write_rows(const ForwardArgs& args, const Block& block, RowState (&state)[kLaneRows], int row) {
+__device__ inline void write_rows(const ForwardArgs& args, const Block& block, const Place& place, RowState (&state)[kLaneRows], int row) {
     const Extents& n = args.n;
-    float* const value = args.value.at(block.batch, block.head);
-    float* const lse_t = args.teacher_lse.at(block.batch, block.head);
-    float* const lse_s = args.student_lse.at(block.batch, block.head);
+    float* const value = args.value.at(block.batch, block.head, place.first_query);
+    float* const lse_t = args.teacher_lse.at(block.batch, block.head, place.first_query);
+    float* const lse_s = args.student_lse.at(block.batch, block.head, place.first_query);
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
         RowState& x = state[i];
         x.merge(x.shuffle(1));
         x.merge(x.shuffle(2));
         const int r = row + 16 * (i / 2) + 8 * (i % 2);
-        if ((lane_id() & 3) != 0 || r >= n.queries) continue;
+        if ((lane_id() & 3) != 0 || r >= place.queries) continue;
         if (n.splits == 1) {
             x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
         } else {
             const i64 rows = static_cast<i64>(n.batch) * n.heads * n.queries;
-            const i64 index = (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + r;
+            const i64 index = (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + place.first_query + r;
             x.store(reinterpret_cast<float*>(args.workspace) + block.split * rows + index, n.splits * rows);
         }
     }

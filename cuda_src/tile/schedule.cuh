@@ -1,6 +1,8 @@
 // Which piece of the problem a block of threads works on. One grid axis: heads x batch may exceed what y and z can hold.
 #pragma once
 #include "common/args.cuh"
+#include "common/config.cuh"
+#include "masks/interface.cuh"
 
 struct Block {
     int batch, head, tile;
@@ -16,10 +18,64 @@ __device__ inline Block block_of(const Extents& n, int heads, int pairs, bool la
     return {pair / heads, pair % heads, last_first ? n.tiles - 1 - tile : tile, static_cast<int>(blockIdx.x % n.splits)};
 }
 
-// The block's share of the tiles that cover `rows`, `columns` to a tile.
-__device__ inline Range tiles_of(Range rows, int columns, const Block& block, const Extents& n) {
-    if (rows.empty()) return {0, 0};
-    const int first = rows.begin / columns, end = ceil_div(rows.end, columns), share = ceil_div(end - first, n.splits);
-    const int begin = min(first + block.split * share, end);
-    return {begin, min(begin + share, end)};
+// The tiles that cover `rows`, `columns` to a tile.
+__device__ inline Range covering(Range rows, int columns) {
+    return rows.empty() ? Range{0, 0} : Range{rows.begin / columns, ceil_div(rows.end, columns)};
 }
+
+// The block's share of `steps`.
+__device__ inline Range share_of(Range steps, const Block& block, const Extents& n) {
+    const int share = ceil_div(max(steps.end - steps.begin, 0), n.splits), begin = min(steps.begin + block.split * share, steps.end);
+    return {begin, min(begin + share, steps.end)};
+}
+
+// Visits the tiles of streamed rows that a mask leaves for the stationary rows [rows.begin, rows.end), upwards or downwards;
+// `steps` are tiles, or entries of the list that the mask has. Cursors made alike agree on the tiles, so producers and
+// consumers walk on their own. A list is read one step ahead, because its memory is far.
+template <class M, int STEP = 1>
+struct Cursor {
+    M mask;  // knows the tile the cursor is at
+    Range rows;
+    int step, stop;
+    TileEntry here, next_one;
+
+    __device__ Cursor(const M& mask, Range rows, Range steps)
+        : mask(mask), rows(rows), step(STEP > 0 ? steps.begin : steps.end - 1), stop(STEP > 0 ? steps.end : steps.begin - 1) {
+        if constexpr (M::kListed) next_one = read(step);
+        enter();
+    }
+    __device__ bool more() const { return STEP > 0 ? step < stop : step > stop; }
+    __device__ int tile() const { return M::kListed ? here.tile : step; }
+    __device__ int row() const { return tile() * kColumns; }  // the first streamed row
+    __device__ void next() {
+        step += STEP;
+        enter();
+    }
+    // Whether the stationary rows [first, end) meet anything in the tile.
+    __device__ bool touches(int first, int end) const {
+        return kRowsAreQueries ? mask.touches(first, end, row(), row() + kColumns) : mask.touches(row(), row() + kColumns, first, end);
+    }
+    // Whether all of these stationary rows see all of the tile.
+    __device__ bool full(int first, int end) const {
+        return kRowsAreQueries ? mask.full(first, end, row(), row() + kColumns) : mask.full(row(), row() + kColumns, first, end);
+    }
+    // Whether, of the intervals' rows, these stationary ones meet the streamed row: only masks with holes leave a question.
+    __device__ bool meets(int first, int end, int streamed) const {
+        if constexpr (!M::kHoles && !M::kListed) return true;
+        return kRowsAreQueries ? mask.key_seen(first, end, streamed) : mask.query_seen(first, end, streamed);
+    }
+
+private:
+    __device__ TileEntry read(int at) const { return (STEP > 0 ? at < stop : at > stop) ? mask.entry(at) : TileEntry{0, 0}; }
+    __device__ void enter() {
+        for (;;) {
+            if constexpr (M::kListed) {
+                here = next_one;
+                next_one = read(step + STEP);
+                mask.enter(rows.begin, row(), here.bits);
+            }
+            if (!M::kHoles || !more() || touches(rows.begin, rows.end)) return;
+            step += STEP;
+        }
+    }
+};

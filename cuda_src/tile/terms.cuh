@@ -13,15 +13,19 @@ struct RowTerms {
     float value;         // base 2
 };
 
-// One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything.
+// One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything. Where
+// intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one.
 template <class Logit>
 __device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
     RowTerms x = {0.f, 0.f, 0.f, 0.f};
-    if (q >= args.n.queries || mask.keys_of(q, q + 1).empty()) return x;
-    x.lse_t = kLog2e * args.teacher_lse.at(b, h)[q * args.teacher_lse.row];
-    x.lse_s = kLog2e * args.student_lse.at(b, h)[q * args.student_lse.row];
-    x.weight = args.grad.at(b, h)[q * args.grad.row];
-    x.value = Logit::kNeedsValue ? kLog2e * args.value.at(b, h)[q * args.value.row] : 0.f;
+    if (q >= mask.place.queries || mask.keys_of(q, q + 1).empty()) return x;
+    const int first = mask.place.first_query;
+    const float lse_t = args.teacher_lse.at(b, h, first)[q * args.teacher_lse.row];
+    if ((Mask::kHoles || Mask::kListed) && lse_t == -infinity()) return x;
+    x.lse_t = kLog2e * lse_t;
+    x.lse_s = kLog2e * args.student_lse.at(b, h, first)[q * args.student_lse.row];
+    x.weight = args.grad.at(b, h, first)[q * args.grad.row];
+    x.value = Logit::kNeedsValue ? kLog2e * args.value.at(b, h, first)[q * args.value.row] : 0.f;
     return x;
 }
 

@@ -15,8 +15,11 @@ PLANES = {"highest": 3, "high": 2}
 SIDES = ("teacher", "student")
 
 # Bytes of the argument structs in cuda_src/common/args.cuh; launch.py packs them, the kernels assert them.
-ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + 72 + 16, "gradient": 4 * 40 + 4 * 32 + 40 + 72 + 16}
+MASK_WORDS = 12
+_EXTENTS = 10 * 4 + MASK_WORDS * 8
+ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + _EXTENTS + 16, "gradient": 4 * 40 + 4 * 32 + 40 + _EXTENTS + 16}
 ARGS_BYTES["fused"] = ARGS_BYTES["gradient"] + 40 + 8
+ARGS_BYTES["key_bits"] = 4 * 8 + 2 * 4
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class Work:
     @property
     def rows(self) -> int:
         return self.problem.keys if self.rows_are_keys else self.problem.queries
+
+    @property
+    def typical_rows(self) -> int:
+        """Rows of a sequence, where several lie one after the other and are taken to be equally long."""
+        return -(-self.rows // max(self.problem.sequences, 1))
 
     @property
     def out_dim(self) -> int:

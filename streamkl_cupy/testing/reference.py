@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..divergences import DIVERGENCES, log_sum_exp
-from ..masks import MASKS
 from ..numpy_backend import narrow, widen
 
 Array = NDArray[Any]
@@ -246,7 +245,9 @@ class _Call:
         )
         m, n = self.row_shape[2], self._inputs[1].shape[2]
         params = {"q_offset": n - m if q_offset is None else q_offset}
-        self.visible = MASKS["causal" if causal else "none"].dense(params, m, n)
+        self.visible = np.ones((m, n), np.bool_)
+        if causal:
+            self.visible &= np.arange(n) <= np.arange(m)[:, None] + params["q_offset"]
 
     def _canonical(self, x: Array, trailing: int) -> Array:
         lead = x.ndim - trailing

@@ -1,0 +1,86 @@
+// The mask of a problem: a pair is visible where every part lets it pass. No part at all hides nothing.
+#pragma once
+#include "masks/interface.cuh"
+
+// The part that has the list; where there is none, the defaults.
+template <class... Parts>
+struct ListOf {
+    using Type = Part;
+};
+template <bool FIRST, class First, class... Rest>
+struct FirstOr {
+    using Type = First;
+};
+template <class First, class... Rest>
+struct FirstOr<false, First, Rest...> : ListOf<Rest...> {};
+template <class First, class... Rest>
+struct ListOf<First, Rest...> : FirstOr<First::kListed, First, Rest...> {};
+
+template <class... Parts>
+struct AllOf : Parts... {
+    static constexpr bool kRagged = (false || ... || Parts::kRagged);
+    static constexpr bool kHoles = (false || ... || Parts::kHoles);
+    static constexpr bool kListed = (false || ... || Parts::kListed);
+    using List = typename ListOf<Parts...>::Type;
+    Place place;
+
+    __device__ static Place locate(const Extents& n, int head, int& tile) {
+        Place place{n.queries, n.keys, 0, 0, 0};
+        Words words{n.mask};
+        ((Parts::locate(words, n, head, tile, place), words.at += Parts::kWords), ...);
+        return place;
+    }
+    __device__ AllOf(const Extents& n, const Place& place, int batch, int head) : AllOf(n, place, batch, head, Words{n.mask}) {}
+    // The whole of a problem, whatever the head.
+    __device__ explicit AllOf(const Extents& n) : AllOf(n, Place{n.queries, n.keys, 0, 0, 0}, 0, 0) {}
+
+    __device__ Range keys_of(int q0, int q1) const {
+        Range keys{0, place.keys};
+        (keys.meet(Parts::keys_of(q0, q1)), ...);
+        return {keys.begin, max(keys.begin, keys.end)};
+    }
+    __device__ Range queries_of(int k0, int k1) const {
+        Range queries{0, place.queries};
+        (queries.meet(Parts::queries_of(k0, k1)), ...);
+        return {min(queries.begin, queries.end), queries.end};
+    }
+    __device__ bool touches(int q0, int q1, int k0, int k1) const { return (true && ... && Parts::touches(q0, q1, k0, k1)); }
+    __device__ bool full(int q0, int q1, int k0, int k1) const {
+        return q1 <= place.queries && k1 <= place.keys && (true && ... && Parts::full(q0, q1, k0, k1));
+    }
+    __device__ bool visible(int q, int k) const {
+        return q < place.queries && k < place.keys && (true && ... && Parts::visible(q, k));
+    }
+
+    // What passes every part alone may still be hidden by all of them together, but not inside strips of 16: there a list
+    // says the same of all pairs, and of the others at most one knows queries from one another.
+    __device__ bool key_seen(int q0, int q1, int k) const {
+        const int strip = kListed ? 16 : q1 - q0;
+#pragma unroll 1
+        for (int q = q0; q < q1; q += strip) {
+            const int end = min(q + strip, q1);
+            if (keys_of(q, end).contains(k) && touches(q, end, k, k + 1)) return true;
+        }
+        return false;
+    }
+    __device__ bool query_seen(int k0, int k1, int q) const {
+        const int strip = kListed ? 16 : k1 - k0;
+#pragma unroll 1
+        for (int k = k0; k < k1; k += strip) {
+            Range keys = keys_of(q, q + 1);
+            keys.meet({k, min(k + strip, k1)});
+            if (!keys.empty() && touches(q, q + 1, keys.begin, keys.end)) return true;
+        }
+        return false;
+    }
+
+    __device__ Range steps_of(int first_row, Range tiles) const { return List::steps_of(first_row, tiles); }
+    __device__ TileEntry entry(int step) const { return List::entry(step); }
+    __device__ void enter(int first_row, int first_column, u64 bits) { List::enter(first_row, first_column, bits); }
+
+private:
+    __device__ AllOf(const Extents& n, const Place& place, int batch, int head, Words words)
+        : Parts(words, n, place, batch, head)..., place(place) {}
+};
+
+using Mask = AllOf<SKL_MASK_PARTS>;

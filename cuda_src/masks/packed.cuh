@@ -1,0 +1,33 @@
+// Sequences lie one after the other: s owns the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees the keys that
+// cu_seqlens_k says. What comes after the last one is a sequence too, with nothing on the other side. A grid has room for
+// the tiles of any lengths: sequence s starts with tile start / kRows + s.
+// Words: whether an offset of the diagonal was given (else each sequence ends at its own corner), both addresses, int32.
+#pragma once
+#include "masks/interface.cuh"
+#include "common/search.cuh"
+
+struct Packed : Part {
+    static constexpr int kWords = 3;
+    static constexpr bool kRagged = true;
+    __device__ Packed(Words& words, const Extents&, const Place&, int, int) { words.at += kWords; }
+
+    // Nobody has checked the numbers: wrong ones may give wrong results, but nothing outside the arrays.
+    __device__ static Range span(const int* bounds, int s, int sequences, int total, bool tail) {
+        const int begin = max(0, min(bounds[s], total));
+        if (s == sequences) return {begin, tail ? total : begin};
+        return {begin, max(begin, min(bounds[s + 1], total))};
+    }
+    __device__ static void locate(Words words, const Extents& n, int, int& tile, Place& place) {
+        const bool offset_given = words.next();
+        const int* const queries = words.pointer<int>();
+        const int* const keys = words.pointer<int>();
+        const int* const mine = kRowsAreQueries ? queries : keys;
+        const int total = kRowsAreQueries ? n.queries : n.keys, wanted = tile;
+        const auto start = [&](int s) { return max(0, min(mine[s], total)) / kRows + s; };
+        const int s = last_where(n.sequences, [&](int i) { return start(i) <= wanted; });
+        const Range q = span(queries, s, n.sequences, n.queries, kRowsAreQueries), k = span(keys, s, n.sequences, n.keys, !kRowsAreQueries);
+        place = {q.end - q.begin, k.end - k.begin, q.begin, k.begin, 0};
+        if (!offset_given) place.diagonal = place.keys - place.queries;
+        tile = max(0, tile - start(s));
+    }
+};

@@ -1,0 +1,146 @@
+"""Distil a language model's dense attention into a student whose heads each see their own shard of the context.
+
+The teacher is layer 15 of SmolLM2-135M (9 query heads, 3 key heads, head dimension 64), dense and causal. The student
+sees the same hidden states and learns its own W_q and W_k, but attends sparsely: every head sees a band near the row,
+the first keys, and its own stripes of blocks, so that the heads together see everything. `block_mask` restricts both
+sides to what a head sees, and the teacher's weights there are rescaled to sum to 1; `teacher_mass` says how much they
+summed to before, which is what the pattern keeps of the teacher. The first 256 tokens train the student; the queries
+of the last 64 are held out. Runs on CuPy arrays where a CUDA GPU is usable and on NumPy arrays otherwise.
+
+    python examples/sparse_student.py --plot sparse.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _shared import array_library, need, sample
+from distill import TRAIN, Adam, Student, to_numpy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="example: python examples/sparse_student.py --stride 9 --dense-heads 1 --plot sparse.png",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="optimiser steps (%(default)s)")
+    parser.add_argument("--dim", type=int, default=16, help="head dimension of the student, even (%(default)s)")
+    parser.add_argument("--block", type=int, default=16, help="tokens per block of the pattern (%(default)s)")
+    parser.add_argument("--window", type=int, default=32, help="keys behind the row that every head sees (%(default)s)")
+    parser.add_argument("--stride", type=int, default=8, help="beyond, a head sees one block in so many (%(default)s)")
+    parser.add_argument("--sink", type=int, default=1, help="first keys that every head sees, 0 for none (%(default)s)")
+    parser.add_argument("--dense-heads", type=int, default=0, help="last heads that see everything (%(default)s)")
+    parser.add_argument(
+        "--groups",
+        choices=["differ", "share"],
+        default="differ",
+        help="stripes of heads with one key head (%(default)s)",
+    )
+    parser.add_argument("--rate", type=float, default=0.01, help="peak learning rate of Adam (%(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="of Q and K")
+    parser.add_argument("--seed", type=int, default=0, help="of the student's first weights (%(default)s)")
+    parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="draw the patterns into this file")
+    parser.add_argument("--cpu", action="store_true", help="use NumPy even where a GPU is usable")
+    options = parser.parse_args()
+    if options.steps < 20:
+        parser.error(f"--steps {options.steps} is too few to learn anything; give at least 20")
+    if options.dim < 2 or options.dim % 2:
+        parser.error(f"--dim {options.dim} cannot be rotated in pairs; give an even number from 2")
+    streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
+    tqdm = need("tqdm", 'pip install "streamkl-cupy[examples]"').tqdm
+    if options.plot:
+        need("matplotlib", 'pip install "streamkl-cupy[examples]", or leave out --plot')
+    dtype = options.dtype
+    if dtype == "bfloat16":
+        dtype = need("ml_dtypes", "pip install ml_dtypes, or use --dtype float16").bfloat16
+
+    xp = array_library(options.cpu)
+    data = sample()
+    hidden = xp.asarray(data["layer15_hidden"], dtype="float32")
+    teacher_q, teacher_k = (xp.asarray(data[f"layer15_{x}"].astype(dtype)) for x in "qk")
+    heads, tokens = teacher_q.shape[:2]
+
+    def pattern_of(queries: int, keys: int) -> Any:
+        """What the last `queries` of `keys` tokens see: rows of one pattern, however the queries are cut."""
+        return streamkl.patterns.sharded(
+            heads,
+            key_heads=len(teacher_k),
+            groups=options.groups,
+            window=options.window,
+            stride=options.stride,
+            sink=options.sink,
+            dense_heads=options.dense_heads,
+            block=options.block,
+            queries=queries,
+            keys=keys,
+            causal=True,
+        )
+
+    late, seen = slice(TRAIN, None), slice(None, TRAIN)
+    try:
+        whole, train_rows, late_rows = (
+            pattern_of(tokens, tokens),
+            pattern_of(TRAIN, TRAIN),
+            pattern_of(tokens - TRAIN, tokens),
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{xp.__name__} arrays, {options.dtype}: head dimension {teacher_q.shape[-1]} -> {options.dim}")
+    print(
+        f"a head sees {whole.density:.0%} of its context in blocks of {options.block} tokens, all heads together "
+        f"{whole.coverage().fraction:.0%}"
+    )
+
+    student = Student(xp, hidden.shape[1], (heads, len(teacher_k)), options.dim, options.seed)
+    adam = Adam(xp, student.weights, options.rate, options.steps)
+
+    def held_out() -> Any:
+        """KL of the last 64 queries against all 320 keys, per head."""
+        q, k = (x.astype(dtype) for x in student.project(hidden))
+        kl = streamkl.attention_kl(teacher_q[:, late], teacher_k, q[:, late], k, causal=True, block_mask=late_rows)
+        return to_numpy(kl).mean(axis=-1)
+
+    rows = heads * TRAIN
+    train: list[float] = []
+    before = held_out()
+    with tqdm(range(options.steps), unit="step") as bar:
+        for _ in bar:
+            q, k = (x.astype(dtype) for x in student.project(hidden[seen]))
+            # Differentiate the sum: gradients of a mean over 2304 rows would underflow in float16.
+            total, grads = streamkl.attention_kl_value_and_grad(
+                teacher_q[:, seen], teacher_k[:, seen], q, k, causal=True, block_mask=train_rows, reduction="sum"
+            )
+            adam.step([g / rows for g in student.gradients(hidden[seen], (grads.student_q, grads.student_k))])
+            train.append(float(total) / rows)
+            bar.set_postfix(train=f"{train[-1]:.3f}")
+    after = held_out()
+
+    # The teacher against itself: what of its attention the pattern lets through, row by row.
+    teacher = (teacher_q, teacher_k) * 2
+    dense_lse = streamkl.attention_kl_forward(*teacher, causal=True).teacher_lse
+    stats = streamkl.attention_kl_forward(*teacher, causal=True, block_mask=whole, dense_teacher_lse=dense_lse)
+    kept = to_numpy(stats.teacher_mass).mean(axis=-1)
+
+    print("head  sees  keeps of the teacher  held-out KL in nats")
+    for head in range(heads):
+        density = whole.select(head).density
+        print(f"{head:>4}{density:>6.0%}{kept[head]:>22.1%}{before[head]:>13.3f} -> {after[head]:.3f}")
+    print(f"training rows: KL {train[0]:.3f} -> {train[-1]:.3f} nats")
+    print(f"held-out rows: KL {before.mean():.3f} -> {after.mean():.3f} nats")
+    if options.plot:
+        figure = whole.plot(range(heads))
+        for head, axis in enumerate(figure.axes[:heads]):
+            axis.set_title(f"head {head}: {kept[head]:.0%} of the teacher", fontsize=9)
+        figure.savefig(options.plot, dpi=150)
+        print(f"wrote {options.plot}")
+    assert np.all((kept > 0) & (kept < 1 + 1e-5)), "attention kept must be a part of the whole"
+    assert train[-1] < 0.5 * train[0], "the training loss did not halve"
+    assert after.mean() < 0.5 * before.mean(), "the held-out loss did not halve"
+    print("The sparse student's attention follows its teacher's.")
+
+
+if __name__ == "__main__":
+    main()
