@@ -128,13 +128,17 @@ struct Workspace {
     __device__ explicit Workspace(const FusedArgs& args) {
         const Extents& n = args.base.n;
         heads = n.heads;
-        tiles = ceil_div(n.queries, kColumns);
+        // As many as masks/packed.cuh has for any lengths of sequences.
+        tiles = n.sequences > 0 ? n.queries / kColumns + n.sequences + 1 : ceil_div(n.queries, kColumns);
         const i64 entries = static_cast<i64>(n.batch * heads) * tiles;
         sums = reinterpret_cast<float*>(args.workspace);
         terms = sums + entries * (kColumns * Own::kDim);
         exponents = reinterpret_cast<int*>(terms + entries * Terms::kFloats);
     }
-    __device__ i64 entry(int b, int h, int tile) const { return static_cast<i64>(b * heads + h) * tiles + tile; }
+    // Of a tile of 64 queries, counted in its place.
+    __device__ i64 entry(int b, int h, const Place& place, int tile) const {
+        return static_cast<i64>(b * heads + h) * tiles + place.first_query / kColumns + place.sequence + tile;
+    }
 };
 
 // Tiles of 8 columns in a 64-column chunk of the sums, and where thread `thread` of the dQ warpgroup has its four elements
@@ -144,29 +148,32 @@ __device__ inline int sum_index(int chunk, int tile, int thread) {
     return chunk * 64 * kColumns + ((thread / 32 * sum_tiles(chunk) + tile) * 32 + thread % 32) * 4;
 }
 
-// Which (batch, head, tile) of the workspace a block of the small kernels has.
+// Which (batch, head, tile) of the workspace a block of the small kernels has; the tile is counted in its place.
 struct Entry {
+    i64 index;
     int batch, head, tile;
-    __device__ explicit Entry(const Workspace& space) {
+    Place place;
+    __device__ Entry(const Workspace& space, const Extents& n) {
+        index = blockIdx.x;
         const int pair = blockIdx.x / space.tiles;
         tile = blockIdx.x % space.tiles;
         batch = pair / space.heads;
         head = pair % space.heads;
+        place = Mask::locate<kColumns, true>(n, head, tile);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(128) streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Workspace space(all.fused);
-    const Entry at(space);
-    const i64 entry = space.entry(at.batch, at.head, at.tile);
+    const Entry at(space, args.n);
 
-    float4* const sums = reinterpret_cast<float4*>(space.sums + entry * (kColumns * Own::kDim));
+    float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * (kColumns * Own::kDim));
 #pragma unroll
     for (int i = 0; i < kColumns * Own::kDim / 4 / 128; ++i) sums[threadIdx.x + 128 * i] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (threadIdx.x >= 32) return;
 
-    const Mask mask(args.n);
+    const Mask mask(args.n, at.place, at.batch, at.head);
     int top = kLowestExponent;
 #pragma unroll
     for (int j = threadIdx.x; j < kColumns; j += 32) {
@@ -174,11 +181,11 @@ extern "C" __global__ void __launch_bounds__(128) streamkl_fused_prepare(const _
         const int e = exponent_of(x.weight * Logit::bound(x.value));
         if (e < 127) top = max(top, e);
         if constexpr (kNarrow) x.weight *= plain_unscale(x);
-        Terms::write(space.terms + entry * Terms::kFloats, j, x);
+        Terms::write(space.terms + at.index * Terms::kFloats, j, x);
     }
     if constexpr (kNarrow) {
         top = __reduce_max_sync(~0u, top);
-        if (threadIdx.x == 0) space.exponents[entry] = top;
+        if (threadIdx.x == 0) space.exponents[at.index] = top;
     }
 }
 
@@ -186,10 +193,9 @@ extern "C" __global__ void __launch_bounds__(kFinishThreads) streamkl_fused_fini
     const GradientArgs& args = all.fused.base;
     const Tensor4& out = all.fused.out_q;
     const Workspace space(all.fused);
-    const Entry at(space);
-    const i64 entry = space.entry(at.batch, at.head, at.tile);
-    const float* const sums = space.sums + entry * (kColumns * Own::kDim);
-    const Mask mask(args.n);
+    const Entry at(space, args.n);
+    const float* const sums = space.sums + at.index * (kColumns * Own::kDim);
+    const Mask mask(args.n, at.place, at.batch, at.head);
     // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are the
     // upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
     constexpr int kParts = Own::kDim / 8;
@@ -201,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kFinishThreads) streamkl_fused_fini
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int q = at.tile * kColumns + upper + 8 * half;
-            if (q >= args.n.queries) continue;
+            if (q >= at.place.queries) continue;
             float factor = Logit::kFactor * args.out_scale;
             if constexpr (kNarrow) {
                 const RowTerms row = read_terms<Logit>(args, mask, at.batch, at.head, q);
@@ -210,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(kFinishThreads) streamkl_fused_fini
             u32 packed[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
-            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head + q * out.row + 8 * part) * E::kBytes;
+            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head + (at.place.first_query + q) * out.row + 8 * part) * E::kBytes;
             *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }
@@ -222,12 +228,21 @@ using Gradients = u32[kTiles / 2][4];
 // Puts one fragment where the dQ warpgroup reads: 16 queries further are 32 bytes further in the row, under the swizzle too.
 __device__ inline void hand_over(u32 hand, int k, const u32 (&fragment)[4]) { stmatrix_x4(hand ^ (k << 5), fragment); }
 
-// With MASKED the pairs that are not visible are set to zero after the fact, whatever came out for them. Two instances,
-// because a test inside one would be turned into selections that every tile pays for. What a narrow type hands over is
-// handed over here: there are no registers to keep it.
-template <bool MASKED>
+// What a tile shows of itself, where that is all; else it is asked for the columns and rows of the lane's accumulators.
+struct Everything {
+    __device__ bool operator()(int, int) const { return true; }
+};
+template <class Visible>
+constexpr bool kMasks = true;
+template <>
+constexpr bool kMasks<Everything> = false;
+
+// Pairs that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
+// one would be turned into selections that every tile pays for. What a narrow type hands over is handed over here: there are
+// no registers to keep it.
+template <class Visible>
 __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& other, Scores& own, u32 terms, float lift,
-                                       const Mask& mask, int key, int first_query, float ct, float cs) {
+                                       Visible visible, float ct, float cs) {
     const int pair = lane_id() & 3;
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
@@ -239,8 +254,8 @@ __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& o
             const float t = kSide == kTeacher ? own[c][e] : other[c][e], s = kSide == kTeacher ? other[c][e] : own[c][e];
             float dx = Logit::evaluate(fmaf(t, ct, -row.lse_t), fmaf(s, cs, -row.lse_s), row.value);
             dx *= kNarrow ? plain_scale(row) : row.weight;
-            if constexpr (MASKED) {
-                if (!mask.visible(first_query + 8 * c + 2 * pair + (e & 1), key + 8 * (e >> 1))) dx = 0.f;
+            if constexpr (kMasks<Visible>) {
+                if (!visible(8 * c + 2 * pair + (e & 1), 8 * (e >> 1))) dx = 0.f;
             }
             own[c][e] = dx;
         }
@@ -260,7 +275,7 @@ __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& o
                 for (int e = 0; e < 4; ++e) {
                     float& dx = own[2 * k + half][e];
                     // An infinite weight must not make a pair that is not visible count.
-                    dx = MASKED && dx == 0.f ? 0.f : dx * (x[e & 1].weight * lift);
+                    dx = kMasks<Visible> && dx == 0.f ? 0.f : dx * (x[e & 1].weight * lift);
                 }
             }
         }
@@ -276,8 +291,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     const int own_group = kSide == kTeacher ? n.teacher_group : n.student_group;
     const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
     const int own_heads = n.heads / own_group;
-    const Block block = block_of(n, own_heads, n.batch * own_heads, false);
-    const Mask mask(n);
+    Block block = block_of(n, own_heads, n.batch * own_heads, false);
+    const int first_head = block.head * own_group, end_head = first_head + own_group;
+    const Place place = Mask::locate(n, first_head, block.tile);
+    const int first_key = block.tile * kRows;
+    if (Mask::kRagged && first_key >= place.keys) return;
+    const Range block_keys{first_key, min(first_key + kRows, place.keys)};
+    const auto walk_of = [&](int head) {
+        const Mask mask(n, place, block.batch, head);
+        return Cursor<Mask>(mask, block_keys, mask.steps_of(first_key, covering(mask.queries_of(first_key, block_keys.end), kColumns)));
+    };
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     const int lane = lane_id();
@@ -307,10 +330,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     }
     __syncthreads();
 
-    const int first_key = block.tile * kRows;
-    const Range queries = mask.queries_of(first_key, min(first_key + kRows, n.keys));
-    const int first_tile = queries.begin / kColumns, tiles = queries.empty() ? 0 : ceil_div(queries.end, kColumns) - first_tile;
-    const int first_head = block.head * own_group, end_head = first_head + own_group;
     // Whether other keys must be loaded before the head's first tile.
     const auto new_keys = [&](int head) { return head == first_head || head % other_group == 0; };
 
@@ -326,18 +345,19 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             RingCursor<kOtherRing> at_other;
             RingCursor<kOwnRing> at_own;
             mbarrier_expect(own_keys, Own::bytes(kRows));
-            load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, first_key, block.head, block.batch);
+            load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, place.first_key + first_key, block.head,
+                                block.batch);
             for (int head = first_head; head < end_head; ++head) {
                 if (new_keys(head)) {
                     mbarrier_wait(keys_empty, at_keys.parity ^ 1);
                     mbarrier_expect(keys_full, Other::bytes(kRows));
-                    load_chunks<kRows>(base + kOtherKeysAt, other_k, keys_full, 0, Other::kChunks, first_key, head / other_group,
-                                       block.batch);
+                    load_chunks<kRows>(base + kOtherKeysAt, other_k, keys_full, 0, Other::kChunks, place.first_key + first_key,
+                                       head / other_group, block.batch);
                     at_keys.advance();
                 }
-                const float* terms = space.terms + space.entry(block.batch, head, first_tile) * Terms::kFloats;
-                for (int i = 0; i < tiles; ++i) {
-                    const int query = (first_tile + i) * kColumns;
+                const float* const terms = space.terms + space.entry(block.batch, head, place, 0) * Terms::kFloats;
+                for (Cursor<Mask> walk = walk_of(head); walk.more(); walk.next()) {
+                    const int query = place.first_query + walk.row();
                     mbarrier_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
                     const u32 other = other_full + 8 * at_other.slot;
                     mbarrier_expect(other, kOtherTileBytes);
@@ -349,7 +369,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                     mbarrier_expect(own, kOwnTileBytes + kTermBytes);
                     load_chunks<kColumns>(base + kOwnAt + at_own.slot * kOwnTileBytes, own_q, own, 0, Own::kChunks, query, head,
                                           block.batch);
-                    bulk_load(base + kTermsAt + at_own.slot * kTermBytes, terms + i * Terms::kFloats, kTermBytes, own);
+                    bulk_load(base + kTermsAt + at_own.slot * kTermBytes, terms + static_cast<i64>(walk.tile()) * Terms::kFloats, kTermBytes,
+                              own);
                     at_own.advance();
                 }
             }
@@ -361,9 +382,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         registers_lower<SKL_DQ_REGISTERS>();
         mbarrier_wait(own_keys, 0);
         const int thread = threadIdx.x & 127;
-        const Range seen = mask.keys_of(0, n.queries);
-        if (seen.begin > first_key || seen.end < min(first_key + kRows, n.keys))
-            clear_rows<kRows, Own::kChunks>(base + kOwnKeysAt, first_key, seen, 1 + group);
+        clear_non_finite<E, kRows, Own::kChunks>(base + kOwnKeysAt, 1 + group);
 
         const u64 gradients = swizzled_descriptor(base + kHandoverAt), keys = swizzled_descriptor(base + kOwnKeysAt, kRows * 128);
         const u32 staging = base + kStagingAt;
@@ -371,8 +390,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         RingCursor<kHandovers> at;
         RingCursor<kStagings> stage;
         for (int head = first_head; head < end_head; ++head) {
-            float* sums = space.sums + space.entry(block.batch, head, first_tile) * (kColumns * Own::kDim);
-            for (int i = 0; i < tiles; ++i) {
+            float* const head_sums = space.sums + space.entry(block.batch, head, place, 0) * (kColumns * Own::kDim);
+            for (Cursor<Mask> walk = walk_of(head); walk.more(); walk.next()) {
+                float* const sums = head_sums + static_cast<i64>(walk.tile()) * (kColumns * Own::kDim);
 #pragma unroll
                 for (int c = 0; c < Own::kChunks; ++c) {
                     float part[8][4];  // kColumns queries x 64 columns of dQ
@@ -406,7 +426,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                     }
                     stage.advance();
                 }
-                sums += kColumns * Own::kDim;
             }
         }
         if (lane == 0) bulk_wait();
@@ -426,8 +445,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     if constexpr (kNarrow) {
         const Workspace space(all.fused);
         int exponent = kLowestExponent;
-        const int* exponents = space.exponents + space.entry(block.batch, first_head, 0);
-        for (i64 i = lane; i < static_cast<i64>(own_group) * space.tiles; i += 32) exponent = max(exponent, exponents[i]);
+        for (int head = first_head; head < end_head; ++head) {
+            const int* const exponents = space.exponents + space.entry(block.batch, head, place, 0);
+            for (int i = lane; i < ceil_div(place.queries, kColumns); i += 32) exponent = max(exponent, exponents[i]);
+        }
         lift = power_of_two(kTopExponent - __reduce_max_sync(~0u, exponent));
     }
 
@@ -475,17 +496,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     // wait for the matrix unit together.
     const auto await_turn = [&] { barrier_sync(kTurnBarrier + group, kThreads); };
     const auto pass_turn = [&] { barrier_arrive(kTurnBarrier + 1 - group, kThreads); };
-    // Steps are counted over tiles and, within a tile, over the consumer's keys.
-    const int steps = tiles * kSubs;
-    const auto first_query = [&](int step) { return (first_tile + step / kSubs) * kColumns; };
-    const auto full = [&](int step) {
-        const int first = group_key + step % kSubs * kSubRows;
-        return step < steps && mask.full(first_query(step), first_query(step) + kColumns, first, first + 64);
-    };
     const auto hand_at = [&] {
         const u32 hand = hand_start + at_handed.slot * kHandoverBytes;
         if constexpr (kNarrow) mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
         return hand;
+    };
+    const auto handed_over = [&] {
+        async_fence();
+        __syncwarp();
+        release(handed + 8 * at_handed.slot);
+        at_handed.advance();
     };
     // Hands dX over and issues dK += dX^T Q for the tile in the given slot of the ring.
     const auto accumulate = [&](float (&sum)[kOutTiles][4], const Gradients& dx, u32 hand, int slot) {
@@ -494,10 +514,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
 #pragma unroll
             for (int k = 0; k < kTiles / 2; ++k) hand_over(hand, k, dx[k]);
         }
-        async_fence();
-        __syncwarp();
-        release(handed + 8 * at_handed.slot);
-        at_handed.advance();
+        handed_over();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTiles / 2; ++k)
@@ -507,14 +524,14 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     // One step on a full tile; with MORE the next one is full too, and its products are done afterwards. They start before
     // dX is handed over, which takes as long. No arrival of a single lane stands last: without a wait behind it the compiler
     // takes the lanes for parted, and keeps descriptors out of uniform registers, at 50 instructions a step.
-    const auto step = [&](auto part, auto more, int i) {
+    const auto step = [&](auto part, auto more) {
         constexpr int kSub = decltype(part)::value, kNextSub = (kSub + 1) % kSubs;
         constexpr bool kMore = decltype(more)::value;
         const int slot = at_own.slot;
         if (kSub == kSubs - 1) at_own.advance();
         const u32 hand = hand_at();
         Gradients dx;
-        logit_gradients<false>(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, mask, key, first_query(i), ct, cs);
+        logit_gradients(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, Everything{}, ct, cs);
         await_turn();
         if constexpr (kMore) {
             multiply_other(kNextSub);
@@ -537,22 +554,37 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             own_done(slot, kSub);
         }
     };
-    const auto partial_step = [&](auto part, int i) {
+    const auto partial_step = [&](auto part, const Cursor<Mask>& walk) {
         constexpr int kSub = decltype(part)::value;
-        const int slot = at_own.slot, query = first_query(i);
+        const int slot = at_own.slot;
         if (kSub == kSubs - 1) at_own.advance();
         const u32 hand = hand_at();
         Gradients dx;
-        logit_gradients<true>(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, mask, key + kSub * kSubRows, query, ct,
-                              cs);
-        if (query < queries.begin || min(query + kColumns, n.queries) > queries.end)
-            clear_rows<kColumns, Own::kChunks>(base + kOwnAt + slot * kOwnTileBytes, query, queries, 1 + group);
+        const auto visible = [&](int column, int row) { return walk.mask.visible(walk.row() + column, key + kSub * kSubRows + row); };
+        logit_gradients(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, visible, ct, cs);
+        clear_non_finite<E, kColumns, Own::kChunks>(base + kOwnAt + slot * kOwnTileBytes, 1 + group);
         await_turn();
         accumulate(out[kSub], dx, hand, slot);
         pass_turn();
         wgmma_wait<0>();
         settle(out[kSub]);
         own_done(slot, kSub);
+    };
+    // Nothing of the consumer's part is visible: no product, and zeros for the queries.
+    const auto idle_step = [&](int sub) {
+        const int slot = at_own.slot;
+        mbarrier_wait(other_full + 8 * at_other.slot, at_other.parity);  // or two arrivals could fall into one phase
+        mbarrier_wait(own_full + 8 * slot, at_own.parity);
+        if (sub == kSubs - 1) at_own.advance();
+        mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
+        const u32 zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int k = 0; k < kTiles / 2; ++k) hand_over(hand_start + at_handed.slot * kHandoverBytes, k, zeros);
+        handed_over();
+        await_turn();
+        pass_turn();
+        other_done(sub);
+        own_done(slot, sub);
     };
 
     if (group == 1) pass_turn();
@@ -561,36 +593,54 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             mbarrier_wait(keys_full, at_keys.parity);
             at_keys.advance();
         }
-        // Runs of full tiles are pipelined. What is decided between steps is decided before products are under way.
-        for (int i = 0; i < steps; ++i) {
-            const int sub = i % kSubs;
+        // Steps go over tiles and, within a tile, over the consumer's keys. Runs of steps that see everything are pipelined.
+        // What is decided between steps is decided before products are under way.
+        Cursor<Mask> walk = walk_of(head);
+        int sub = 0;
+        const auto first = [&] { return group_key + sub * kSubRows; };
+        const auto advance = [&] {
+            if (++sub < kSubs) return;
+            sub = 0;
+            walk.next();
+        };
+        const auto next_is_full = [&] {
+            advance();
+            return walk.more() && walk.full(first(), first() + 64);
+        };
+        while (walk.more()) {
+            if (first() >= place.keys || !walk.sees(first(), first() + 64)) {
+                idle_step(sub);
+                advance();
+                continue;
+            }
             multiply_other(sub);
             multiply_own(sub);
             wgmma_wait<0>();
             settle(other);
             settle(own);
             other_done(sub);
-            if (!full(i)) {
+            if (!walk.full(first(), first() + 64)) {
                 if (sub == 0)
-                    partial_step(Value<0>{}, i);
+                    partial_step(Value<0>{}, walk);
                 else
-                    partial_step(Value<kSubs - 1>{}, i);
+                    partial_step(Value<kSubs - 1>{}, walk);
+                advance();
                 continue;
             }
             for (bool second = sub > 0;; second = false) {
                 if (!second) {
-                    if (!full(i + 1)) {
-                        step(Value<0>{}, Value<0>{}, i);
+                    if (!next_is_full()) {
+                        step(Value<0>{}, Value<0>{});
                         break;
                     }
-                    step(Value<0>{}, Value<1>{}, i++);
+                    step(Value<0>{}, Value<1>{});
                 }
                 if constexpr (kSubs > 1) {
-                    if (!full(i + 1)) {
-                        step(Value<1>{}, Value<0>{}, i);
+                    if (!next_is_full()) {
+                        step(Value<1>{}, Value<0>{});
                         break;
                     }
-                    step(Value<1>{}, Value<1>{}, i++);
+                    step(Value<1>{}, Value<1>{});
                 }
             }
         }
@@ -601,9 +651,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
 #pragma unroll
     for (int i = 0; i < 2 * kSubs; ++i) {
         const int sub = i / 2, half = i % 2, k = key + sub * kSubRows + 8 * half;
-        if (k >= n.keys) continue;
+        if (k >= place.keys) continue;
         const u64 address = args.out.pointer +
-                            (block.batch * args.out.batch + block.head * args.out.head + k * args.out.row + 2 * (lane & 3)) * E::kBytes;
+                            (block.batch * args.out.batch + block.head * args.out.head + (place.first_key + k) * args.out.row +
+                             2 * (lane & 3)) * E::kBytes;
 #pragma unroll
         for (int d = 0; d < Own::kDim / 8; ++d)
             E::store_pair(address + 8 * d * E::kBytes, out[sub][d][2 * half] * factor, out[sub][d][2 * half + 1] * factor);

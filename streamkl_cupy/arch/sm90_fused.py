@@ -22,7 +22,7 @@ MAX_OUT = 128
 
 # Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer; registers of each.
 THREADS = 256 + 128 + 128
-CONSUMER_REGISTERS, QUERY_GRADIENT_REGISTERS, PRODUCER_REGISTERS = 200, 72, 40
+CONSUMER_REGISTERS, QUERY_GRADIENT_REGISTERS, PRODUCER_REGISTERS = 208, 64, 32
 HELPER_THREADS = 128
 
 
@@ -92,8 +92,12 @@ def workspace_bytes(work: Work) -> int:
 
 
 def query_tiles(work: Work) -> int:
-    """Tiles of queries, which are also the blocks per head of the kernels before and after."""
-    return -(-work.problem.queries // COLUMNS)
+    """Tiles of queries, which are also the blocks per head of the kernels before and after; with packed sequences as many
+    as any lengths need."""
+    problem = work.problem
+    if problem.sequences:
+        return problem.queries // COLUMNS + problem.sequences + 1
+    return -(-problem.queries // COLUMNS)
 
 
 def _chunks(dim: int) -> int:
