@@ -49,7 +49,7 @@ struct AllOf : Parts... {
         return q1 <= place.queries && k1 <= place.keys && (true && ... && Parts::full(q0, q1, k0, k1));
     }
     __device__ bool visible(int q, int k) const {
-        return q < place.queries && k < place.keys && (true && ... && Parts::visible(q, k));
+        return (static_cast<int>(q < place.queries) & static_cast<int>(k < place.keys) & ... & static_cast<int>(Parts::visible(q, k)));
     }
 
     // What passes every part alone may still be hidden by all of them together, but not inside strips of 16: there a list

@@ -31,5 +31,6 @@ struct KeyBits : Part {
         return true;
     }
     __device__ Range queries_of(int k0, int k1) const { return {0, touches(0, 0, k0, k1) ? kNoLimit : 0}; }
-    __device__ bool visible(int, int k) const { return bits[k >> 5] >> (k & 31) & 1; }
+    // Asked beyond the last key too.
+    __device__ bool visible(int, int k) const { return bits[min(k, keys - 1) >> 5] >> (k & 31) & 1; }
 };
