@@ -5,7 +5,8 @@
 
 struct KeyBits : Part {
     static constexpr int kWords = 1;
-    static constexpr bool kHoles = true;
+    static constexpr bool kSparse = true;
+    static constexpr bool kHoles = kRowsAreQueries;  // stationary keys have said what they see by `queries_of`
     const u32* bits;
     int keys;
     __device__ KeyBits(Words& words, const Extents& n, const Place&, int batch, int)
