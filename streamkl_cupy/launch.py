@@ -151,7 +151,9 @@ class _KeyBits:
         if 0 in self._sizes:
             return
         if not workspace:
-            raise ValueError("workspace: got none; a key_mask needs the bytes that workspace_bytes and backward_bytes say")
+            raise ValueError(
+                "workspace: got none; a key_mask needs the bytes that workspace_bytes and backward_bytes say"
+            )
         batch = mask.strides[0] if len(mask.strides) > 1 else 0
         packed = self._type.from_buffer_copy(_KEY_BITS.pack(mask.ptr, workspace, batch, mask.strides[-1], *self._sizes))
         parameters = ctypes.c_void_p(ctypes.addressof(packed))
