@@ -424,7 +424,7 @@ class _Fold:
             )
         x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
         # Of inputs without a batch axis, key_lengths has one nevertheless, of extent 1.
-        return x.flatten(0, 1) if self.rank == 4 or name == "key_lengths" else x.contiguous()
+        return (x.flatten(0, 1) if self.rank == 4 or name == "key_lengths" else x).contiguous()
 
     def unfold(self, x: Tensor) -> Tensor:
         if self.rank == 2:

@@ -445,8 +445,8 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def _window(value: Any) -> tuple[int, int] | None:
-    """Keys to the left and to the right, -1 for no limit; None where neither side has one."""
+def _window(value: Any) -> tuple[int, int]:
+    """Keys to the left and to the right, -1 for no limit."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"window={value!r} is a {kind_of(value)}; allowed is a pair (left, right), such as (1024, 0)")
     if len(value) != 2:
@@ -462,7 +462,7 @@ def _window(value: Any) -> tuple[int, int] | None:
             )
         sides.append(min(keys, FAR))
     left, right = sides
-    return None if left == right == -1 else (left, right)
+    return left, right
 
 
 def _pattern(value: Any) -> None:

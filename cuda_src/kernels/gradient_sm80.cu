@@ -44,7 +44,7 @@ static_assert(kRowBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_b
 
 // Whether streamed query j sees any key: no other one has an infinite log-sum-exp, and then its memory may hold anything.
 __device__ inline bool counts(u32 vectors, int j) {
-    return !(Mask::kHoles || Mask::kListed) || shared_float(vectors + 4 * j) != -infinity();
+    return !Mask::kSparse || shared_float(vectors + 4 * j) != -infinity();
 }
 
 // t becomes the gradient of the logits; `vectors` is where the streamed queries' statistics lie. With MASKED the pairs

@@ -19,15 +19,18 @@ struct ListOf<First, Rest...> : FirstOr<First::kListed, First, Rest...> {};
 template <class... Parts>
 struct AllOf : Parts... {
     static constexpr bool kRagged = (false || ... || Parts::kRagged);
+    static constexpr bool kSparse = (false || ... || Parts::kSparse);
     static constexpr bool kHoles = (false || ... || Parts::kHoles);
     static constexpr bool kListed = (false || ... || Parts::kListed);
     using List = typename ListOf<Parts...>::Type;
     Place place;
 
+    // The place of one of the kernel's tiles, or of other ones.
+    template <int ROWS = kRows, bool QUERIES = kRowsAreQueries>
     __device__ static Place locate(const Extents& n, int head, int& tile) {
-        Place place{n.queries, n.keys, 0, 0, 0};
+        Place place{n.queries, n.keys, 0, 0, 0, 0};
         Words words{n.mask};
-        ((Parts::locate(words, n, head, tile, place), words.at += Parts::kWords), ...);
+        ((Parts::template locate<ROWS, QUERIES>(words, n, head, tile, place), words.at += Parts::kWords), ...);
         return place;
     }
     __device__ AllOf(const Extents& n, const Place& place, int batch, int head) : AllOf(n, place, batch, head, Words{n.mask}) {}
@@ -48,8 +51,9 @@ struct AllOf : Parts... {
     __device__ bool full(int q0, int q1, int k0, int k1) const {
         return q1 <= place.queries && k1 <= place.keys && (true && ... && Parts::full(q0, q1, k0, k1));
     }
+    __device__ bool inside(int q, int k) const { return (q < place.queries) & (k < place.keys); }
     __device__ bool visible(int q, int k) const {
-        return q < place.queries && k < place.keys && (true && ... && Parts::visible(q, k));
+        return (inside(q, k) & ... & Parts::visible(q, k));  // no branches: parts may be asked about pairs outside
     }
 
     // What passes every part alone may still be hidden by all of them together, but not inside strips of 16: there a list

@@ -55,13 +55,19 @@ struct Cursor {
     __device__ bool touches(int first, int end) const {
         return kRowsAreQueries ? mask.touches(first, end, row(), row() + kColumns) : mask.touches(row(), row() + kColumns, first, end);
     }
+    // The same, with what the intervals say.
+    __device__ bool sees(int first, int end) const {
+        Range met = kRowsAreQueries ? mask.keys_of(first, end) : mask.queries_of(first, end);
+        met.meet({row(), row() + kColumns});
+        return !met.empty() && touches(first, end);
+    }
     // Whether all of these stationary rows see all of the tile.
     __device__ bool full(int first, int end) const {
         return kRowsAreQueries ? mask.full(first, end, row(), row() + kColumns) : mask.full(row(), row() + kColumns, first, end);
     }
-    // Whether, of the intervals' rows, these stationary ones meet the streamed row: only masks with holes leave a question.
+    // Whether, of the intervals' rows, these stationary ones meet the streamed row: only sparse masks leave a question.
     __device__ bool meets(int first, int end, int streamed) const {
-        if constexpr (!M::kHoles && !M::kListed) return true;
+        if constexpr (!M::kSparse) return true;
         return kRowsAreQueries ? mask.key_seen(first, end, streamed) : mask.query_seen(first, end, streamed);
     }
 
