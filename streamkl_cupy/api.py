@@ -219,7 +219,8 @@ def attention_kl(
             kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, row_weight, reduction)
     if not return_lse:
         return kl
-    return _with_mass(inputs, KLForward(kl, teacher_lse, student_lse), dense_teacher_lse)
+    rows = KLForward(kl, teacher_lse, student_lse)
+    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
 
 
 @_documented
@@ -293,7 +294,8 @@ def attention_kl_forward(
             dense_teacher_lse=dense_teacher_lse,
         )
     kl, teacher_lse, student_lse = calls.forward(inputs, ready, masks)
-    return _with_mass(inputs, KLForward(kl.array, teacher_lse.array, student_lse.array), dense_teacher_lse)
+    rows = KLForward(kl.array, teacher_lse.array, student_lse.array)
+    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
 
 
 @_documented
@@ -634,9 +636,7 @@ def _check_dense(dense: Any, inputs: Inputs, ready: calls.Ready) -> None:
     validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
 
 
-def _with_mass(inputs: Inputs, rows: KLForward, dense: Any) -> KLForward | KLForwardMass:
-    if dense is None:
-        return rows
+def _with_mass(inputs: Inputs, rows: KLForward, dense: Any) -> KLForwardMass:
     if hasattr(dense, "detach"):
         dense = dense.detach()
     with arrays.on_device(inputs.student_q):
