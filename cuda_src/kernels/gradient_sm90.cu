@@ -161,7 +161,7 @@ template <class Met>
 __device__ inline bool needs_zeros(const Cursor<Mask>& walk, const Task& task, Range columns, Met met) {
     const int first = walk.row(), end = Mask::kRagged ? first + kColumns : min(first + kColumns, task.column_count);
     if (first < columns.begin || end > columns.end) return true;
-    if (!(Mask::kHoles || Mask::kListed) || walk.full(task.rows.begin, task.rows.end)) return false;
+    if (!Mask::kSparse || walk.full(task.rows.begin, task.rows.end)) return false;
     bool missing = false;
     for (int j = lane_id(); j < kColumns; j += 32) missing = missing || (first + j < end && !met(first + j));
     return __any_sync(~0u, missing);

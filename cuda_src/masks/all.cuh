@@ -19,6 +19,7 @@ struct ListOf<First, Rest...> : FirstOr<First::kListed, First, Rest...> {};
 template <class... Parts>
 struct AllOf : Parts... {
     static constexpr bool kRagged = (false || ... || Parts::kRagged);
+    static constexpr bool kSparse = (false || ... || Parts::kSparse);
     static constexpr bool kHoles = (false || ... || Parts::kHoles);
     static constexpr bool kListed = (false || ... || Parts::kListed);
     using List = typename ListOf<Parts...>::Type;
@@ -48,8 +49,9 @@ struct AllOf : Parts... {
     __device__ bool full(int q0, int q1, int k0, int k1) const {
         return q1 <= place.queries && k1 <= place.keys && (true && ... && Parts::full(q0, q1, k0, k1));
     }
+    __device__ bool inside(int q, int k) const { return (q < place.queries) & (k < place.keys); }
     __device__ bool visible(int q, int k) const {
-        return q < place.queries && k < place.keys && (true && ... && Parts::visible(q, k));
+        return (inside(q, k) & ... & Parts::visible(q, k));  // no branches: parts may be asked about pairs outside
     }
 
     // What passes every part alone may still be hidden by all of them together, but not inside strips of 16: there a list

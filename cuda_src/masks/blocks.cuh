@@ -9,7 +9,7 @@
 
 struct Blocks : Part {
     static constexpr int kWords = 4;
-    static constexpr bool kListed = true;
+    static constexpr bool kSparse = true, kListed = true;
     static constexpr int kAcross = kColumns / 16, kDown = kRows / 16;
     static_assert(kRows % 16 == 0 && kColumns % 16 == 0 && kAcross * kDown <= 64, "plan: 64 parts of 16 x 16 to a tile");
 

@@ -14,7 +14,8 @@
 // and as constants what it is made of, so that a kernel pays for what there is:
 //
 //   kRagged   places differ from block to block, and around a place lie the rows of others
-//   kHoles    `touches` can be false
+//   kSparse   rows and keys inside the intervals may still see nothing
+//   kHoles    so may whole tiles: `touches` can be false
 //   kListed   the tiles to visit stand in a list; where the block's first row is follows from one too
 //
 // Kernels visit the tiles that the intervals, the list and `touches` leave, test `visible` only on tiles that are not full,
@@ -47,7 +48,7 @@ struct TileEntry {
 };
 
 struct Part {
-    static constexpr bool kRagged = false, kHoles = false, kListed = false;
+    static constexpr bool kRagged = false, kSparse = false, kHoles = false, kListed = false;
     static constexpr int kWords = 0;
     __device__ static void locate(Words, const Extents&, int, int&, Place&) {}
     __device__ static Range keys_of(int, int) { return {0, kNoLimit}; }

@@ -5,7 +5,8 @@
 
 struct KeyBits : Part {
     static constexpr int kWords = 1;
-    static constexpr bool kHoles = true;
+    static constexpr bool kSparse = true;
+    static constexpr bool kHoles = kRowsAreQueries;  // stationary keys have said what they see by `queries_of`
     const u32* bits;
     int keys;
     __device__ KeyBits(Words& words, const Extents& n, const Place&, int batch, int)
@@ -31,5 +32,6 @@ struct KeyBits : Part {
         return true;
     }
     __device__ Range queries_of(int k0, int k1) const { return {0, touches(0, 0, k0, k1) ? kNoLimit : 0}; }
-    __device__ bool visible(int, int k) const { return bits[k >> 5] >> (k & 31) & 1; }
+    // Asked beyond the last key too.
+    __device__ bool visible(int, int k) const { return bits[min(k, keys - 1) >> 5] >> (k & 31) & 1; }
 };

@@ -59,9 +59,9 @@ struct Cursor {
     __device__ bool full(int first, int end) const {
         return kRowsAreQueries ? mask.full(first, end, row(), row() + kColumns) : mask.full(row(), row() + kColumns, first, end);
     }
-    // Whether, of the intervals' rows, these stationary ones meet the streamed row: only masks with holes leave a question.
+    // Whether, of the intervals' rows, these stationary ones meet the streamed row: only sparse masks leave a question.
     __device__ bool meets(int first, int end, int streamed) const {
-        if constexpr (!M::kHoles && !M::kListed) return true;
+        if constexpr (!M::kSparse) return true;
         return kRowsAreQueries ? mask.key_seen(first, end, streamed) : mask.query_seen(first, end, streamed);
     }
 

@@ -21,7 +21,7 @@ __device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask
     if (q >= mask.place.queries || mask.keys_of(q, q + 1).empty()) return x;
     const int first = mask.place.first_query;
     const float lse_t = args.teacher_lse.at(b, h, first)[q * args.teacher_lse.row];
-    if ((Mask::kHoles || Mask::kListed) && lse_t == -infinity()) return x;
+    if (Mask::kSparse && lse_t == -infinity()) return x;
     x.lse_t = kLog2e * lse_t;
     x.lse_s = kLog2e * args.student_lse.at(b, h, first)[q * args.student_lse.row];
     x.weight = args.grad.at(b, h, first)[q * args.grad.row];

@@ -1,0 +1,263 @@
+"""The headers of masks and the tile cursor, compiled for the host and walked block by block, against dense masks.
+
+A kernel's index arithmetic is the same on a CPU: what is visited, called full, visible or seen is checked for every block
+of random problems, in both orientations, without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamkl_cupy import patterns
+from streamkl_cupy.masks import MASKS
+from streamkl_cupy.source import cuda_root, flatten
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+SHIM = """
+#include <algorithm>
+#define __device__
+using std::max;
+using std::min;
+struct uint4 { unsigned x, y, z, w; };
+static struct { unsigned x; } blockIdx;
+"""
+
+# The same search, with the lanes of the warp one after the other.
+SEARCH = """
+#pragma once
+#include "common/types.cuh"
+template <class Ok>
+inline int last_where(int last, Ok ok) {
+    int low = 0, high = last;
+    while (low < high) {
+        const int step = ceil_div(high - low, 32);
+        int passed = 0;
+        for (int lane = 0; lane < 32; ++lane) {
+            const int probe = low + (lane + 1) * step;
+            passed += probe <= high && ok(probe);
+        }
+        low += step * passed;
+        high = min(high, low + step - 1);
+    }
+    return low;
+}
+"""
+
+WALK = """
+#include "tile/schedule.cuh"
+#include "@mask"
+
+// What is known of a pair must be the same whoever asks. Returns the number of the first broken rule; 0 for none.
+template <int STEP>
+int walk(const Extents& n, int heads, int group, unsigned char* seen, int* written, int* visits) {
+    Block block = block_of(n, heads, n.batch * heads, kRowsAreQueries && !Mask::kListed);
+    const Place place = Mask::locate(n, block.head * group, block.tile);
+    const int row_count = kRowsAreQueries ? place.queries : place.keys;
+    const int column_count = kRowsAreQueries ? place.keys : place.queries;
+    const int first = block.tile * kRows, end = min(first + kRows, row_count);
+    if (first >= row_count) return Mask::kRagged ? 0 : 1;
+    if (block.split == 0)
+        for (int r = first; r < end; ++r)
+            ++written[(block.batch * heads + block.head) * (kRowsAreQueries ? n.queries : n.keys) +
+                      (kRowsAreQueries ? place.first_query : place.first_key) + r];
+    for (int head = block.head * group; head < (block.head + 1) * group; ++head) {
+        const Mask mask(n, place, block.batch, head);
+        const Range met = kRowsAreQueries ? mask.keys_of(first, end) : mask.queries_of(first, end);
+        if (!met.empty() && (met.begin < 0 || met.end > column_count)) return 2;
+        int last = STEP > 0 ? -1 : 1 << 30;
+        for (Cursor<Mask, STEP> at(mask, {first, end}, share_of(mask.steps_of(first, covering(met, kColumns)), block, n)); at.more();
+             at.next()) {
+            if (STEP * (at.tile() - last) <= 0) return 3;
+            last = at.tile();
+            ++*visits;
+            bool any = false, all = true;
+            for (int c = at.row(); c < at.row() + kColumns; ++c) {
+                bool column = false;
+                for (int r = first; r < end; ++r) {
+                    const int q = kRowsAreQueries ? r : c, k = kRowsAreQueries ? c : r;
+                    const bool visible = at.mask.visible(q, k);
+                    column = column || visible;
+                    all = all && visible;
+                    if (!visible) continue;
+                    const long long row = (static_cast<long long>(block.batch) * n.heads + head) * n.queries + place.first_query + q;
+                    ++seen[row * n.keys + place.first_key + k];
+                }
+                any = any || column;
+                if (c < column_count && (met.contains(c) && at.meets(first, end, c)) != column) return 4;
+            }
+            if (at.full(first, end) && !all) return 5;
+            if (any && !at.touches(first, end)) return 6;
+            if (Mask::kHoles && !at.touches(first, end)) return 7;
+        }
+    }
+    return 0;
+}
+
+extern "C" int walk_all(const Extents* n, int blocks, int heads, int group, int step, unsigned char* seen, int* written, int* visits) {
+    for (blockIdx.x = 0; blockIdx.x < static_cast<unsigned>(blocks); ++blockIdx.x)
+        if (const int broken = step > 0 ? walk<1>(*n, heads, group, seen, written, visits) : walk<-1>(*n, heads, group, seen, written, visits))
+            return broken;
+    return 0;
+}
+"""
+
+
+class Extents(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in "batch heads queries keys teacher_group student_group tiles head_group splits sequences".split()
+    ] + [("mask", ctypes.c_int64 * 12)]
+
+
+Walker = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def walkers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Walker]:
+    """Compiled walkers by parts, tile shape and orientation."""
+    folder = tmp_path_factory.mktemp("walk")
+    root = folder / "cuda_src"
+    shutil.copytree(cuda_root(), root)
+    (root / "common/search.cuh").write_text(SEARCH)
+    (root / "kernels/walk.cu").write_text(WALK)
+    made: dict[Any, Walker] = {}
+
+    def make(parts: tuple[str, ...], rows: int, columns: int, queries: bool) -> Walker:
+        key = (parts, rows, columns, queries)
+        if key not in made:
+            entries = [part for part in MASKS.values() if part.name in parts]
+            constants = {
+                "SKL_ROWS": rows, "SKL_COLUMNS": columns, "SKL_WARPS": rows // 16, "SKL_WARP_TILES": 1, "SKL_STAGES": 1,
+                "SKL_ROWS_ARE_QUERIES": int(queries), "SKL_MASK_PARTS": ", ".join(part.struct for part in entries),
+            }  # fmt: skip
+            slots = {"mask": (*(part.header for part in entries), "masks/all.cuh")}
+            text = SHIM + flatten("kernels/walk.cu", constants, slots, root)
+            made[key] = compiled(folder / f"walk{len(made)}", text)
+        return made[key]
+
+    return make
+
+
+def compiled(path: Path, text: str) -> Walker:
+    assert COMPILER
+    path.with_suffix(".cpp").write_text(text)
+    checks = ["-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-D_GLIBCXX_ASSERTIONS"]
+    command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *checks]
+    subprocess.run([*command, path.with_suffix(".cpp"), "-o", path.with_suffix(".so")], check=True)
+    return ctypes.CDLL(str(path.with_suffix(".so"))).walk_all  # type: ignore[no-any-return]
+
+
+CASES = [
+    (),
+    ("causal",),
+    ("window",),
+    ("lengths",),
+    ("keys",),
+    ("window", "lengths", "keys"),
+    ("blocks",),
+    ("causal", "blocks"),
+    ("window", "lengths", "keys", "blocks"),
+    ("packed",),
+    ("causal", "packed"),
+    ("window", "packed"),
+]
+TILES = [(32, 16), (64, 64), (128, 96), (48, 32)]
+
+
+@pytest.mark.parametrize("queries", [True, False], ids=["stationary queries", "stationary keys"])
+@pytest.mark.parametrize("parts", CASES, ids="+".join)
+def test_every_pair_is_visited_once(walkers: Any, parts: tuple[str, ...], queries: bool, rng: Any) -> None:
+    for trial in range(24):
+        rows, columns = TILES[trial % len(TILES)]
+        one_block(walkers(parts, rows, columns, queries), parts, rows, columns, queries, rng)
+
+
+def one_block(walk: Walker, parts: tuple[str, ...], rows: int, columns: int, queries: bool, rng: Any) -> None:
+    packed = "packed" in parts
+    batch, group = 1 if packed else int(rng.integers(1, 3)), int(rng.integers(1, 3))
+    heads = group * int(rng.integers(1, 3))
+    M, N = int(rng.integers(1, 300)), int(rng.integers(1, 300))
+    extents = Extents(batch, heads, M, N, group, group, 0, int(rng.integers(1, batch * heads + 1)), 1, 0)
+    keep: list[Any] = []
+    words: list[int] = []
+
+    def pointer(array: Any) -> int:
+        keep.append(np.ascontiguousarray(array))
+        return int(keep[-1].ctypes.data)
+
+    dense = np.ones((batch, heads, M, N), np.bool_)
+    given = bool(rng.integers(2))
+    offset = int(rng.integers(-M - 20, N + 20)) if given or not packed else 0
+    left, right = (int(x) for x in rng.integers(-1, 150, 2))
+    distance = np.arange(N) - np.arange(M)[:, None]
+    places = [(0, M, 0, N)]
+    if packed:
+        S = int(rng.integers(0, 6))
+        cu_q, cu_k = (np.sort(rng.integers(0, total + 1, S + 1)).astype(np.int32) for total in (M, N))
+        cu_q[0] = cu_k[0] = 0
+        extents.sequences = S
+        places = [(cu_q[s], cu_q[s + 1], cu_k[s], cu_k[s + 1]) for s in range(S)]
+        dense[:] = False
+    for q0, q1, k0, k1 in places:
+        own = (k1 - k0) - (q1 - q0) if packed and not given else 0
+        seen = np.ones((q1 - q0, k1 - k0), np.bool_)
+        span = distance[: q1 - q0, : k1 - k0] - offset - own
+        if "causal" in parts:
+            seen &= span <= 0
+        if "window" in parts:
+            seen &= ((left < 0) | (span >= -left)) & ((right < 0) | (span <= right))
+        dense[:, :, q0:q1, k0:k1] = seen
+    if "causal" in parts:
+        words.append(max(-M, min(offset, N)))
+        if max(-M, min(offset, N)) != offset and packed:
+            return
+    if "window" in parts:
+        words += [left, right, offset]
+    if "lengths" in parts:
+        lengths = rng.integers(0, N + 1, batch).astype(np.int32)
+        words.append(pointer(lengths))
+        dense &= np.arange(N) < lengths[:, None, None, None]
+    if packed:
+        words += [int(given), pointer(cu_q), pointer(cu_k)]
+    if "keys" in parts:
+        mask = rng.random((batch, N)) < rng.choice([0.02, 0.5, 0.98])
+        packed_bits = np.zeros((batch, -(-N // 32) * 4), np.uint8)
+        bits = np.packbits(mask, axis=1, bitorder="little")
+        packed_bits[:, : bits.shape[1]] = bits
+        words.append(pointer(packed_bits))
+        dense &= mask[:, None, None]
+    if "blocks" in parts:
+        sizes = [int(x) for x in rng.choice([16, 32, 48, 64], 2)]
+        shape = (int(rng.choice([1, heads])), -(-M // sizes[0]), -(-N // sizes[1]))
+        blocks = rng.random(shape) < rng.choice([0.1, 0.5, 0.9])
+        pattern = patterns.from_dense(blocks, queries=M, keys=N, block=(sizes[0], sizes[1]))
+        lists = pattern.tile_lists(rows, columns, by_keys=not queries)
+        words += [pointer(x) for x in lists] + [shape[0]]
+        for head in range(heads):
+            dense[:, head] &= pattern.visible(np.arange(M)[:, None], np.arange(N), head)
+    extents.mask[: len(words)] = words
+    total = M if queries else N
+    extents.tiles = total // rows + extents.sequences + 1 if packed else -(-total // rows)
+    out_heads, group = (heads, 1) if queries else (heads // group, group)
+    for step, splits in ((1, 1), (-1, 1), (-1, 3)) if queries else ((1, 1),):
+        extents.splits = splits
+        seen = np.zeros((batch, heads, M, N), np.uint8)
+        written = np.zeros((batch, out_heads, total), np.int32)
+        visits = ctypes.c_int()
+        blocks = batch * out_heads * extents.tiles * splits
+        arrays = [ctypes.c_void_p(x.ctypes.data) for x in (seen, written)]
+        broken = walk(ctypes.byref(extents), blocks, out_heads, group, step, *arrays, ctypes.byref(visits))
+        about = f"M={M} N={N} offset={offset} left={left} right={right} {places} {rows}x{columns} step {step}"
+        assert broken == 0, about
+        assert (written == 1).all(), about
+        np.testing.assert_array_equal(seen, dense, err_msg=about)
