@@ -215,7 +215,7 @@ class Runner:
         with self._guard:
             kernel = self._kernels.get(name) or self._kernel(name, stream)
             combine = None
-            if workspace:
+            if workspace and self.plan.combine:
                 combine = self._kernels.get("combine") or self._kernel("combine", stream)
             pointers = [(word, x.ptr) for word, x in zip(_ROWS, outputs)]
             if masks is not None:

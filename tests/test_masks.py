@@ -268,6 +268,40 @@ def test_empty_rows(backend: Any, name: str) -> None:
     assert float(backend.numpy(mean)) == pytest.approx(kl[~empty].mean() if (~empty).any() else 0, rel=1e-5)
 
 
+@pytest.mark.parametrize("extent", ["B", "M", "N"])
+@pytest.mark.parametrize("kind", ["window", "lengths", "keys", "blocks", "packed", "lengths keys window"])
+def test_nothing_at_all(backend: Any, rng: np.random.Generator, kind: str, extent: str) -> None:
+    if kind == "packed" and extent == "B":
+        pytest.skip("packed inputs have no batch axis")
+    case = make_masked(rng, kind, **{"B": 1, "M": 5, "N": 6, "H": 2, "layout": "bhnd", extent: 0})
+    rows, grads = backend.judge(case, np.ones(rows_of(case), np.float32))
+    assert (backend.numpy(rows.kl) == 0).all()
+    assert all((backend.numpy(x) == 0).all() for x in grads)
+
+
+class Producer:
+    """An array of a library that nobody here knows."""
+
+    def __init__(self, array: Array) -> None:
+        self.array, self.dtype, self.shape = array, array.dtype, array.shape
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.array.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+def test_masks_of_other_producers(rng: np.random.Generator) -> None:
+    case = make_masked(rng, "lengths keys", B=2, M=5, N=9)
+    expected = streamkl_cupy.attention_kl(*case.arrays, **case.options)
+    options = {name: Producer(x) if name in MASK_ARRAYS else x for name, x in case.options.items()}
+    got = streamkl_cupy.attention_kl(*case.arrays, **options)
+    np.testing.assert_array_equal(got, expected)
+    got = streamkl_cupy.attention_kl(*map(Producer, case.arrays), **options)
+    np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", ["lengths causal", "packed causal", "head blocks"])
 def test_reductions(backend: Any, rng: np.random.Generator, kind: str, reduction: str) -> None:
@@ -723,6 +757,22 @@ def test_torch_vmap(torch_backend: Any, rng: np.random.Generator, rank: int, map
         )
 
 
+def test_torch_vmap_of_gradients(torch_backend: Any, rng: np.random.Generator) -> None:
+    torch = torch_backend.xp
+    x = [torch_backend.array(rng.standard_normal((3, 2, 2, rows, 8)), "float32") for rows in (6, 20, 6, 20)]
+    key_lengths = torch_backend.mask_array(rng.integers(0, 21, (3, 2)).astype(I32))
+    key_mask = torch_backend.mask_array(rng.random((2, 20)) < 0.8)
+
+    def loss(tq: Any, tk: Any, sq: Any, sk: Any, lengths: Any) -> Any:
+        return streamkl_cupy.attention_kl(tq, tk, sq, sk, key_lengths=lengths, key_mask=key_mask).sum()
+
+    gradient = torch.func.grad(loss, argnums=(0, 1, 2, 3))
+    got = torch.vmap(gradient)(*x, key_lengths)
+    for v in range(3):
+        for a, b in zip(got, gradient(*(y[v] for y in x), key_lengths[v]), strict=True):
+            np.testing.assert_allclose(torch_backend.numpy(a[v]), torch_backend.numpy(b), rtol=1e-4, atol=1e-5)
+
+
 def test_torch_vmap_of_packed_says_no(torch_backend: Any) -> None:
     torch = torch_backend.xp
     x = torch_backend.array(np.ones((3, 10, 2, 8)), "float32")
@@ -839,6 +889,27 @@ def test_jax_vmap_of_packed_is_a_loop(jax_backend: Any, rng: np.random.Generator
         np.testing.assert_allclose(
             np.asarray(got[v]), np.asarray(call([a[v] for a in x], bounds[v])), rtol=1e-5, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_jax_lends_a_workspace(monkeypatch: pytest.MonkeyPatch, mapped: bool) -> None:
+    jax = pytest.importorskip("jax")
+    runner, lent = numpy_backend.Runner, []
+    forward, backward = runner.forward, runner.backward
+    monkeypatch.setattr(runner, "workspace_bytes", 64)
+    monkeypatch.setattr(runner, "backward_bytes", lambda self, wrt: 32 * len(wrt))
+    monkeypatch.setattr(runner, "forward", lambda *args: lent.append(args[4]) or forward(*args))
+    monkeypatch.setattr(runner, "backward", lambda *args: lent.append(args[5]) or backward(*args))
+    scale = 0.123 + mapped  # of its own, so that nothing is traced or planned yet
+    x = jax.numpy.ones((2, 3, 5, 8))
+
+    def total(q: Any) -> Any:
+        return streamkl_cupy.attention_kl(q, x, q, x, teacher_scale=scale).sum()
+
+    call = jax.grad(total)
+    (jax.vmap(call)(jax.numpy.stack([x, x])) if mapped else call(x)).block_until_ready()
+    assert len(lent) == 2 * (1 + mapped)  # what is not mapped has a batch of its own: vmap becomes a loop
+    assert all(lent)
 
 
 def test_jax_errors(jax_backend: Any) -> None:
