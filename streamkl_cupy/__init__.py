@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api import (
     KLForward,
+    KLForwardMass,
     KLGradients,
     attention_kl,
     attention_kl_backward,
@@ -22,6 +23,7 @@ __all__ = [
     "CompilerError",
     "DriverError",
     "KLForward",
+    "KLForwardMass",
     "KLGradients",
     "StreamKLError",
     "attention_kl",

@@ -17,11 +17,13 @@ import numpy as np
 from .problem import Device, compact_strides
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+MASK_ITEMSIZE = {"int32": 4, "bool": 1}
 CPU = Device("cpu")
 
 # numpy dtype object -> our name. bfloat16 joins when the first array of it arrives: only ml_dtypes defines it. Types
 # of foreign byte order compare unequal to these, so they are refused like any other.
 _NUMPY_NAMES: dict[Any, str] = {np.dtype(name): name for name in ("float16", "float32", "float64")}
+_MASK_NAMES: dict[Any, str] = {np.dtype(name): name for name in MASK_ITEMSIZE}
 _NUMPY_TYPES: dict[str, Any] = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
 
 
@@ -38,7 +40,7 @@ class ArrayView(NamedTuple):
     array: Any
 
 
-Reader = Callable[[str, Any], ArrayView]
+Reader = Callable[..., ArrayView]
 
 
 @lru_cache(maxsize=16)
@@ -76,8 +78,8 @@ class Adapter:
 
     name: str
 
-    def read(self, name: str, x: Any) -> ArrayView:
-        """View `x` without a copy, or raise naming `name`."""
+    def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
+        """View `x` without a copy, or raise naming `name`; with `mask` its elements are those of masks."""
         raise NotImplementedError
 
     def is_standin(self, x: Any) -> bool:
@@ -107,13 +109,13 @@ class NumPy(Adapter):
 
     name = "numpy"
 
-    def read(self, name: str, x: Any) -> ArrayView:
-        return self.view(name, x, CPU)
+    def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
+        return self.view(name, x, CPU, mask)
 
-    def view(self, name: str, x: Any, device: Device) -> ArrayView:
+    def view(self, name: str, x: Any, device: Device, mask: bool = False) -> ArrayView:
         """The part that NumPy and CuPy share: strides in bytes."""
-        dtype = _numpy_name(name, x.dtype)
-        ptr, size = self.address(x), ITEMSIZE[dtype]
+        dtype = _numpy_name(name, x.dtype, mask)
+        ptr, size = self.address(x), x.dtype.itemsize
         layout = settle(x.shape, x.strides, size)
         if layout is None or (ptr % size and x.size):
             raise ValueError(
@@ -137,12 +139,12 @@ class CuPy(NumPy):
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
 
-    def read(self, name: str, x: Any) -> ArrayView:
+    def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
         # The short way for what is as it should be; the shared way knows how to complain.
         data, dtype = x.data, _NUMPY_NAMES.get(x.dtype)
         device = cuda(data.device_id)
         if dtype is None:
-            return self.view(name, x, device)
+            return self.view(name, x, device, mask)
         ptr, size = data.ptr, ITEMSIZE[dtype]
         layout = settle(x.shape, x.strides, size)
         if layout is None or ptr % size:
@@ -182,29 +184,30 @@ class Torch(Adapter):
         self.torch = torch
         self.types = {name: getattr(torch, name) for name in ITEMSIZE}
         self.names = {dtype: name for name, dtype in self.types.items()}
+        self.mask_names = {getattr(torch, name): name for name in MASK_ITEMSIZE}
         self.devices: dict[Any, Device] = {torch.device("cpu"): CPU}
         # The public way builds a Stream object, 8 us; the private one returns the handle.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
-    def read(self, name: str, x: Any) -> ArrayView:
+    def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
         try:
             layout = settle(x.shape, x.stride(), 1)
             ptr = x.data_ptr()
             device = self.devices.get(x.device) or self._device(x.device)
-            dtype = self.names[x.dtype]
+            dtype = (self.mask_names if mask else self.names)[x.dtype]
             plain = not x.is_neg()
         except Exception as cause:
             # Odd tensors fail in many ways, each with words of its own; ours say which oddity it is.
-            raise TypeError(f"{name} {self._complaint(name, x)}") from cause
+            raise TypeError(f"{name} {self._complaint(name, x, mask)}") from cause
         if layout is None or not plain or (ptr == 0 and 0 not in layout[0]):
-            raise TypeError(f"{name} {self._complaint(name, x)}")
+            raise TypeError(f"{name} {self._complaint(name, x, mask)}")
         return ArrayView(name, "torch", device, dtype, layout[0], layout[1], ptr, x)
 
-    def read_subclass(self, name: str, x: Any) -> ArrayView:
+    def read_subclass(self, name: str, x: Any, mask: bool = False) -> ArrayView:
         """A subclass that answers operators itself may well lend an address that is not its value's."""
         if self.is_standin(x):
-            raise TypeError(f"{name} {self._complaint(name, x)}")
-        return self.read(name, x)
+            raise TypeError(f"{name} {self._complaint(name, x, mask)}")
+        return self.read(name, x, mask)
 
     def is_standin(self, x: Any) -> bool:
         """Meta tensors, and subclasses that answer operators themselves (FakeTensor, DTensor, wrappers)."""
@@ -215,7 +218,7 @@ class Torch(Adapter):
             raise ValueError(f"device {device}")
         return self.devices.setdefault(device, cuda(device.index))
 
-    def _complaint(self, name: str, x: Any) -> str:
+    def _complaint(self, name: str, x: Any, mask: bool) -> str:
         """Why `read` failed, most telling cause first."""
         torch, kind = self.torch, type(x).__name__
         if torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x):
@@ -234,7 +237,7 @@ class Torch(Adapter):
             return "is on the meta device, which holds no numbers; give a CUDA or CPU tensor (plan and warmup take it)"
         if x.is_quantized:
             return f"is quantized ({x.dtype}); pass {name}.dequantize()"
-        if x.dtype not in self.names:
+        if x.dtype not in (self.mask_names if mask else self.names):
             return refused_dtype(x.dtype, f"{name}.to(torch.float32)")
         if x.device.type not in ("cuda", "cpu"):
             return f"is on device {x.device}; allowed are CUDA and CPU tensors"
@@ -266,7 +269,7 @@ class JAX(Adapter):
     def __init__(self, jax: Any) -> None:
         self.tracer = jax.core.Tracer
 
-    def read(self, name: str, x: Any) -> ArrayView:
+    def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
         if isinstance(x, self.tracer):
             raise TypeError(
                 f"{name} is a JAX tracer, which holds no numbers; inside jit, grad, vmap or scan call "
@@ -274,7 +277,7 @@ class JAX(Adapter):
             )
         if x.is_deleted():
             raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")
-        dtype = _numpy_name(name, x.dtype)
+        dtype = _numpy_name(name, x.dtype, mask)
         places = x.devices()
         if len(places) != 1:
             raise ValueError(
@@ -298,7 +301,7 @@ class Other(Adapter):
 
     name = "dlpack"
 
-    def read(self, name: str, x: Any) -> ArrayView:
+    def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
         importer: Any
         if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
             kind, index = (int(v) for v in x.__dlpack_device__())
@@ -316,7 +319,7 @@ class Other(Adapter):
             array = importer(x)
         except (BufferError, RuntimeError, TypeError) as cause:
             raise TypeError(f"{name}: this {kind_of(x)} could not be read through DLPack: {cause}") from cause
-        return adapter_for(name, array)[1](name, array)._replace(framework="dlpack")
+        return adapter_for(name, array)[1](name, array, mask)._replace(framework="dlpack")
 
     def is_standin(self, x: Any) -> bool:
         return not (hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"))
@@ -377,8 +380,8 @@ def _attribute(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-def _numpy_name(name: str, dtype: Any) -> str:
-    known = _NUMPY_NAMES.get(dtype)
+def _numpy_name(name: str, dtype: Any, mask: bool) -> str:
+    known = (_MASK_NAMES if mask else _NUMPY_NAMES).get(dtype)
     if known is not None:
         return known
     if getattr(dtype, "name", "") == "bfloat16" and dtype.itemsize == 2:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from . import arrays, calls, planning, reduce, validate
-from .arrays import Gradients, Inputs, RowStats, Saved, describe
+from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved, describe
 from .problem import INPUT_NAMES, STUDENT, Options
+
+if TYPE_CHECKING:
+    from .patterns import BlockPattern
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -24,7 +27,19 @@ _TEXT = {
     "OPTIONS": """teacher_scale: Factor on the teacher's q.k products; any finite number. Default 1 / sqrt(D_t).
         student_scale: The same for the student. Default 1 / sqrt(D_s).
         causal: Row i sees keys j <= i + (N - M), so that the last row sees every key.
-        q_offset: With causal, replaces N - M: row i sees keys j <= i + q_offset. For chunks of the queries.
+        q_offset: With causal or window, replaces N - M: row i sees keys j <= i + q_offset. For chunks of the queries.
+        window: (left, right): row i sees keys i + (N - M) - left <= j <= i + (N - M) + right; -1 or None is no limit on
+            that side. With causal, right is 0.
+        key_lengths: (B,) int32, B = 1 for inputs without batch: batch entry b has the keys j < key_lengths[b]. The
+            diagonal stays where it is.
+        cu_seqlens_q: (S + 1,) int32 for packed inputs (rows of all sequences, H, D): sequence s owns the rows
+            cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees its own keys; i, j, M and N above are the sequence's own.
+            The layout has no say, and row results are (rows, H). Rows after the last sequence see nothing.
+        cu_seqlens_k: The same for keys; both or neither. They go with causal, window and q_offset.
+        key_mask: (B, N) bool, or (N,) for inputs without batch: which keys each batch entry has.
+        block_mask: A `streamkl_cupy.patterns.BlockPattern`: which blocks of keys each block of rows sees, per head.
+            All of these but packing combine: a row sees a key that every one of them shows it, and both distributions,
+            the teacher's too, are normalised over these keys alone.
         layout: "bhnd" as above, or "bnhd" for (B, M, H, D) arrays, whose row results are (B, M, H).
         precision: Of products of float32 inputs on CUDA: "highest" is float32 accuracy, "high" is faster with about 16
             bits of mantissa. Other dtypes are exact already.
@@ -35,6 +50,9 @@ _TEXT = {
         ValueError: shapes or devices that do not fit together, or an unknown option.
         NotImplementedError: a combination that is not built; the message lists what is.
         StreamKLError: no usable driver, a failed compilation, or a first compilation under graph capture.""",
+    "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys. The result then has a
+            fourth field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the
+            row sees, 0 where it sees none.""",
     "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
 }
 
@@ -51,6 +69,15 @@ class KLForward(NamedTuple):
     kl: Any
     teacher_lse: Any
     student_lse: Any
+
+
+class KLForwardMass(NamedTuple):
+    """`KLForward`, and how much of the teacher's dense distribution lies on the keys that the row sees, 0 to 1."""
+
+    kl: Any
+    teacher_lse: Any
+    student_lse: Any
+    teacher_mass: Any
 
 
 class KLGradients(NamedTuple):
@@ -73,11 +100,18 @@ def attention_kl(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    key_mask: Any = None,
+    block_mask: BlockPattern | None = None,
     row_weight: Any = None,
     reduction: str = "none",
     layout: str = "bhnd",
     precision: str = "highest",
     return_lse: bool = False,
+    dense_teacher_lse: Any = None,
     deterministic: bool | None = None,
 ) -> Any:
     """KL divergence of a student's attention rows from a teacher's, without their M x N matrices.
@@ -99,10 +133,11 @@ def attention_kl(
         reduction: "none" (w KL per row), "sum", or "mean" = sum(w KL) / sum(w) over rows that see a key, 0 where that
             is 0 / 0.
         return_lse: Also return the log-sum-exps, as constants.
+        <DENSE>
 
     Returns:
         KL in nats, (B, H, M) or without axes, in float32 (float64 where an input is), of the inputs' framework; with
-        return_lse a `KLForward` that holds it.
+        return_lse a `KLForward` that holds it (with dense_teacher_lse a `KLForwardMass`).
 
     Accuracy:
         |error| <= 2e-6 (1 + KL) on ordinary data, against float64 on the same rounded inputs.
@@ -131,16 +166,27 @@ def attention_kl(
             student_scale=student_scale,
             causal=causal,
             q_offset=q_offset,
+            window=window,
+            key_lengths=key_lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            key_mask=key_mask,
+            block_mask=block_mask,
             row_weight=row_weight,
             reduction=reduction,
             layout=layout,
             precision=precision,
             return_lse=return_lse,
+            dense_teacher_lse=dense_teacher_lse,
             deterministic=deterministic,
         )
-    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    chosen = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     if reduction != "none":
         validate.choice("reduction", reduction, validate.REDUCTIONS)
+    if dense_teacher_lse is not None and not return_lse:
+        raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
     given = (teacher_q, teacher_k, student_q, student_k)
     if row_weight is not None or arrays.framework_of("student_q", student_q) == "jax":
         found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, given, strict=True)}
@@ -149,18 +195,33 @@ def attention_kl(
         validate.one_framework(found)
     if arrays.framework_of("student_q", student_q) == "jax":
         return _jax().attention_kl(
-            *given, **chosen._asdict(), row_weight=row_weight, reduction=reduction, return_lse=return_lse
+            *given,
+            **chosen._asdict(),
+            key_lengths=key_lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            key_mask=key_mask,
+            row_weight=row_weight,
+            reduction=reduction,
+            return_lse=return_lse,
+            dense_teacher_lse=dense_teacher_lse,
         )
     inputs = calls.view_inputs(*given)
-    ready = calls.prepare(inputs, chosen)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    ready = calls.prepare(inputs, chosen, masks)
     if row_weight is not None:
         validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
-    stats = calls.forward(inputs, ready)
+    if dense_teacher_lse is not None:
+        _check_dense(dense_teacher_lse, inputs, ready)
+    stats = calls.forward(inputs, ready, masks)
     kl, teacher_lse, student_lse = (view.array for view in stats)
     if row_weight is not None or reduction != "none":
         with arrays.on_device(inputs.student_q):
             kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, row_weight, reduction)
-    return KLForward(kl, teacher_lse, student_lse) if return_lse else kl
+    if not return_lse:
+        return kl
+    rows = KLForward(kl, teacher_lse, student_lse)
+    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
 
 
 @_documented
@@ -174,10 +235,17 @@ def attention_kl_forward(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    key_mask: Any = None,
+    block_mask: BlockPattern | None = None,
     layout: str = "bhnd",
     precision: str = "highest",
+    dense_teacher_lse: Any = None,
     deterministic: bool | None = None,
-) -> KLForward:
+) -> KLForward | KLForwardMass:
     """Row values and log-sum-exps, outside every autograd: the first half of a hand-written gradient.
 
     KL = sum_j P_j (log P_j - log Q_j) and LSE = log sum_j exp(logit_j), natural logarithms; see `attention_kl`.
@@ -186,9 +254,11 @@ def attention_kl_forward(
     Args:
         <INPUTS>
         <OPTIONS>
+        <DENSE>
 
     Returns:
-        `KLForward` of (B, H, M) arrays, float32 (float64 where an input is), of the inputs' framework.
+        `KLForward` of (B, H, M) arrays, float32 (float64 where an input is), of the inputs' framework; with
+        dense_teacher_lse a `KLForwardMass`.
 
     Accuracy:
         |error of KL| <= 2e-6 (1 + KL) on ordinary data.
@@ -203,15 +273,30 @@ def attention_kl_forward(
         >>> float(rows.kl[0]), round(float(rows.teacher_lse[0]), 4)  # two equal logits: log 2
         (0.0, 0.6931)
     """
-    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    chosen = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    ready = calls.prepare(inputs, chosen)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    ready = calls.prepare(inputs, chosen, masks)
+    if dense_teacher_lse is not None:
+        _check_dense(dense_teacher_lse, inputs, ready)
     if inputs.student_q.framework == "jax":
         return _jax().attention_kl_forward(  # type: ignore[no-any-return]
-            teacher_q, teacher_k, student_q, student_k, **chosen._asdict()
+            teacher_q,
+            teacher_k,
+            student_q,
+            student_k,
+            **chosen._asdict(),
+            key_lengths=key_lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            key_mask=key_mask,
+            dense_teacher_lse=dense_teacher_lse,
         )
-    kl, teacher_lse, student_lse = calls.forward(inputs, ready)
-    return KLForward(kl.array, teacher_lse.array, student_lse.array)
+    kl, teacher_lse, student_lse = calls.forward(inputs, ready, masks)
+    rows = KLForward(kl.array, teacher_lse.array, student_lse.array)
+    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
 
 
 @_documented
@@ -230,6 +315,12 @@ def attention_kl_backward(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    key_mask: Any = None,
+    block_mask: BlockPattern | None = None,
     layout: str = "bhnd",
     precision: str = "highest",
     deterministic: bool | None = None,
@@ -273,7 +364,9 @@ def attention_kl_backward(
         >>> grads.student_k.ravel().round(4).tolist()  # Q - P = (1/2, 1/2) - (1/4, 3/4)
         [0.25, -0.25]
     """
-    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    chosen = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     wrt = validate.wanted(wrt, kl is not None)
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
     saved = Saved(
@@ -282,7 +375,8 @@ def attention_kl_backward(
         describe("student_lse", student_lse),
         None if kl is None else describe("kl", kl),
     )
-    ready = calls.prepare(inputs, chosen)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    ready = calls.prepare(inputs, chosen, masks)
     for view in saved:
         if view is not None:
             validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
@@ -299,8 +393,12 @@ def attention_kl_backward(
             kl,
             wrt=wrt,
             **chosen._asdict(),
+            key_lengths=key_lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            key_mask=key_mask,
         )
-    return KLGradients(*calls.backward(inputs, ready, saved, wrt))
+    return KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
 
 
 @_documented
@@ -314,6 +412,12 @@ def attention_kl_value_and_grad(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    key_mask: Any = None,
+    block_mask: BlockPattern | None = None,
     row_weight: Any = None,
     reduction: str = "mean",
     wrt: tuple[str, ...] = STUDENT,
@@ -349,7 +453,9 @@ def attention_kl_value_and_grad(
         >>> round(float(loss), 4), grads.student_k.ravel().round(4).tolist()
         (0.1308, [0.25, -0.25])
     """
-    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    chosen = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     wrt = validate.wanted(wrt)
     validate.choice("reduction", reduction, validate.REDUCTIONS)
     if reduction == "none":
@@ -358,7 +464,8 @@ def attention_kl_value_and_grad(
             "call attention_kl_forward and attention_kl_backward"
         )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    ready = calls.prepare(inputs, chosen)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    ready = calls.prepare(inputs, chosen, masks)
     validate.gradients_built(ready.problem, wrt)
     if row_weight is not None:
         validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
@@ -369,19 +476,23 @@ def attention_kl_value_and_grad(
             student_q,
             student_k,
             **chosen._asdict(),
+            key_lengths=key_lengths,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            key_mask=key_mask,
             row_weight=row_weight,
             reduction=reduction,
             wrt=wrt,
         )
     if hasattr(row_weight, "detach"):
         row_weight = row_weight.detach()
-    stats = calls.forward(inputs, ready)
+    stats = calls.forward(inputs, ready, masks)
     xp = _namespace(inputs)
     with arrays.on_device(inputs.student_q):
         value = reduce.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
         grad = reduce.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
     saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
-    return value, KLGradients(*calls.backward(inputs, ready, saved, wrt))
+    return value, KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
 
 
 @_documented
@@ -395,6 +506,12 @@ def plan(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    key_mask: Any = None,
+    block_mask: BlockPattern | None = None,
     layout: str = "bhnd",
     precision: str = "highest",
     deterministic: bool | None = None,
@@ -424,11 +541,15 @@ def plan(
         >>> print(streamkl_cupy.plan(q, q, q, q, causal=True, arch="sm_90"))  # doctest: +ELLIPSIS
         attention KL on cuda:0: B=2 H=8 M=4096 N=4096, mask causal...
     """
-    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    chosen = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     wrt = validate.wanted(wrt)
     given = (teacher_q, teacher_k, student_q, student_k)
-    inputs = calls.outline(given, None if arch is None else arrays.cuda(0))
-    problem = validate.to_problem(inputs, chosen)
+    device = None if arch is None else arrays.cuda(0)
+    inputs = calls.outline(given, device)
+    masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q, device)
+    problem = validate.to_problem(inputs, chosen, masks)
     validate.gradients_built(problem, wrt)
     if arch is None:
         return calls.runner_for(problem).plan
@@ -446,6 +567,12 @@ def warmup(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    key_mask: Any = None,
+    block_mask: BlockPattern | None = None,
     layout: str = "bhnd",
     precision: str = "highest",
     deterministic: bool | None = None,
@@ -473,22 +600,48 @@ def warmup(
         >>> q = np.empty((2, 8, 4096, 128), np.float16)
         >>> streamkl_cupy.warmup(q, q, q, q, causal=True)
     """
-    chosen = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+    chosen = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
     wrt = validate.wanted(wrt)
     inputs = calls.outline((teacher_q, teacher_k, student_q, student_k))
-    problem = validate.to_problem(inputs, chosen)
+    masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q)
+    problem = validate.to_problem(inputs, chosen, masks)
     validate.gradients_built(problem, wrt)
     calls.runner_for(problem).warmup(wrt)
 
 
-def forward_into(inputs: Inputs, options: Options, outputs: RowStats, stream: int) -> None:
+def forward_into(
+    inputs: Inputs, options: Options, outputs: RowStats, stream: int, masks: MaskArrays | None = None
+) -> None:
     """The forward into memory that someone else made, on a stream that someone else named."""
-    calls.prepare(inputs, validate.options(*options)).runner.forward(inputs, outputs, stream)
+    calls.prepare(inputs, validate.options(*options), masks).runner.forward(inputs, outputs, stream, masks=masks)
 
 
-def backward_into(inputs: Inputs, options: Options, saved: Saved, outputs: Gradients, stream: int) -> None:
+def backward_into(
+    inputs: Inputs,
+    options: Options,
+    saved: Saved,
+    outputs: Gradients,
+    stream: int,
+    masks: MaskArrays | None = None,
+) -> None:
     """The gradients that `outputs` has room for, likewise."""
-    calls.prepare(inputs, validate.options(*options)).runner.backward(inputs, saved, outputs, stream)
+    calls.prepare(inputs, validate.options(*options), masks).runner.backward(
+        inputs, saved, outputs, stream, masks=masks
+    )
+
+
+def _check_dense(dense: Any, inputs: Inputs, ready: calls.Ready) -> None:
+    view = describe("dense_teacher_lse", dense)
+    validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
+
+
+def _with_mass(inputs: Inputs, rows: KLForward, dense: Any) -> KLForwardMass:
+    if hasattr(dense, "detach"):
+        dense = dense.detach()
+    with arrays.on_device(inputs.student_q):
+        return KLForwardMass(*rows, reduce.teacher_mass(_namespace(inputs), rows.teacher_lse, dense))
 
 
 def _namespace(inputs: Inputs) -> Any:

@@ -18,6 +18,7 @@ from .adapters import (
     ADAPTERS,
     CPU,
     ITEMSIZE,
+    MASK_ITEMSIZE,
     READERS,
     ArrayView,
     adapter_for,
@@ -90,9 +91,29 @@ class Gradients(NamedTuple):
     student_k: ArrayView | None
 
 
+MASK_DTYPES = {"key_lengths": "int32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "key_mask": "bool"}
+SIZES = {**ITEMSIZE, **MASK_ITEMSIZE}
+
+
 def describe(name: str, x: Any) -> ArrayView:
     """Read an array of any framework, without a copy; TypeError or ValueError naming `name` where that cannot be."""
     return (READERS.get(type(x)) or adapter_for(name, x))[1](name, x)
+
+
+def describe_mask(name: str, x: Any) -> ArrayView:
+    """Read an array that a mask reads, of the one dtype that it may have."""
+    _check_mask_dtype(name, x)
+    return ADAPTERS[_kind(name, x)].read(name, x, True)
+
+
+def _check_mask_dtype(name: str, x: Any) -> None:
+    wanted, dtype = MASK_DTYPES[name], getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{name} is a {kind_of(x)}; allowed is an array of the inputs' framework, of dtype {wanted}")
+    label = str(dtype).removeprefix("torch.")
+    if label != wanted:
+        cast = f"{name}.to(torch.{wanted})" if str(dtype) != label else f'{name}.astype("{wanted}")'
+        raise TypeError(f"{name} has dtype {label}; allowed is {wanted}. Cast it: {cast}")
 
 
 def framework_of(name: str, x: Any) -> str:
@@ -131,7 +152,9 @@ def standin(name: str, x: Any, device: Device) -> ArrayView:
         label = np.dtype(dtype).name
     except TypeError:
         label = str(dtype).removeprefix("torch.")
-    if label not in ITEMSIZE:
+    if name in MASK_DTYPES:
+        _check_mask_dtype(name, x)
+    elif label not in ITEMSIZE:
         raise TypeError(f"{name} {refused_dtype(label, 'to float32')}")
     return ArrayView(name, "standin", device, label, shape, compact_strides(shape), 0, x)
 
@@ -203,7 +226,7 @@ class _Memory:
     """Lends memory to NumPy by address, and keeps its owner."""
 
     def __init__(self, view: ArrayView) -> None:
-        size = ITEMSIZE[view.dtype]
+        size = SIZES[view.dtype]
         self.owner = view.array
         self.__array_interface__ = {
             "version": 3,

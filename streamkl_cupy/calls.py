@@ -7,8 +7,8 @@ import threading
 from typing import Any, NamedTuple
 
 from . import arrays, validate
-from .arrays import ArrayView, Gradients, Inputs, RowStats, Saved, describe
-from .problem import INPUT_NAMES, Device, Options, Problem
+from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
+from .problem import INPUT_NAMES, MASK_ARRAYS, Device, Options, Problem
 
 
 class Ready(NamedTuple):
@@ -29,14 +29,16 @@ _runners: dict[Problem, Any] = {}
 _building = threading.RLock()
 
 
-def prepare(inputs: Inputs, chosen: Options) -> Ready:
+def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Ready:
     """The checked form of a call, or the error that says what is wrong with it."""
     a, b, c, d = inputs
     # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
-    key = (a[1:6], b[1:6], c[1:6], d[1:6], a.ptr & 15, b.ptr & 15, c.ptr & 15, d.ptr & 15, chosen)
+    key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], a.ptr & 15, b.ptr & 15, c.ptr & 15, d.ptr & 15, chosen)
+    if masks is not None:
+        key = (key, *(None if view is None else view[1:6] for view in masks))
     ready = _ready.get(key)
     if ready is None:
-        problem = validate.to_problem(inputs, chosen)
+        problem = validate.to_problem(inputs, chosen, masks)
         runner = runner_for(problem)
         ready = Ready(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
         _remember(_ready, key, ready)
@@ -79,6 +81,18 @@ def view_inputs(teacher_q: Any, teacher_k: Any, student_q: Any, student_k: Any) 
     )
 
 
+def view_masks(
+    key_lengths: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, key_mask: Any = None
+) -> MaskArrays | None:
+    """Describe what a mask reads; None where there is nothing."""
+    if key_lengths is None and cu_seqlens_q is None and cu_seqlens_k is None and key_mask is None:
+        return None
+    given = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    return MaskArrays(
+        *(None if x is None else arrays.describe_mask(name, x) for name, x in zip(MASK_ARRAYS, given, strict=True))
+    )
+
+
 def outline(given: tuple[Any, ...], device: Device | None = None) -> Inputs:
     """Views of arrays or stand-ins, as if on `device` where one is given.
 
@@ -98,28 +112,50 @@ def outline(given: tuple[Any, ...], device: Device | None = None) -> Inputs:
     return Inputs(**views)
 
 
-def forward(inputs: Inputs, ready: Ready) -> RowStats:
+def outline_masks(given: tuple[Any, ...], like: ArrayView, device: Device | None = None) -> MaskArrays | None:
+    """Views of a mask's arrays or stand-ins, beside inputs that `outline` has viewed as `like`.
+
+    Stand-ins, and arrays beside nothing else or on a `device` that is only meant, are where the inputs are.
+    """
+    if all(x is None for x in given):
+        return None
+    views: list[ArrayView | None] = []
+    for name, x in zip(MASK_ARRAYS, given, strict=True):
+        if x is None:
+            views.append(None)
+            continue
+        real = hasattr(x, "dtype") and not arrays.is_standin(name, x)
+        view = arrays.describe_mask(name, x) if real else arrays.standin(name, x, like.device)
+        if not real or device is not None or like.framework == "stand-in":
+            view = view._replace(framework=like.framework, device=like.device)
+        views.append(view)
+    return MaskArrays(*views)
+
+
+def forward(inputs: Inputs, ready: Ready, masks: MaskArrays | None = None) -> RowStats:
     """Allocate row results and launch."""
     like = inputs.student_q
     outputs = arrays.empty_rows(like, ready.row_shape, ready.stat_dtype)
-    launch_forward(inputs, ready, outputs)
+    launch_forward(inputs, ready, outputs, masks)
     if like.framework == "dlpack":
-        arrays.hold(inputs)
+        arrays.hold((*inputs, *(masks or ())))
     return outputs
 
 
-def launch_forward(inputs: Inputs, ready: Ready, outputs: RowStats) -> None:
+def launch_forward(inputs: Inputs, ready: Ready, outputs: RowStats, masks: MaskArrays | None = None) -> None:
     """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
     like = inputs.student_q
     stream = arrays.stream_of(like)
     if ready.workspace_bytes:
         workspace = arrays.empty(like, (ready.workspace_bytes // 4,), "float32")
-        ready.runner.forward(inputs, outputs, stream, workspace.ptr)
+        ready.runner.forward(inputs, outputs, stream, workspace.ptr, masks)
     else:
-        ready.runner.forward(inputs, outputs, stream)
+        ready.runner.forward(inputs, outputs, stream, 0, masks)
 
 
-def backward(inputs: Inputs, ready: Ready, saved: Saved, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+def backward(
+    inputs: Inputs, ready: Ready, saved: Saved, wrt: tuple[str, ...], masks: MaskArrays | None = None
+) -> tuple[Any, ...]:
     """Allocate the gradients named in `wrt` and launch; None for the others."""
     outputs: list[ArrayView | None] = [
         arrays.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs
@@ -128,8 +164,8 @@ def backward(inputs: Inputs, ready: Ready, saved: Saved, wrt: tuple[str, ...]) -
     stream = arrays.stream_of(like)
     if size := ready.runner.backward_bytes(wrt):
         workspace = arrays.empty(like, (size // 4,), "float32")
-        ready.runner.backward(inputs, saved, Gradients(*outputs), stream, workspace.ptr)
+        ready.runner.backward(inputs, saved, Gradients(*outputs), stream, workspace.ptr, masks)
     else:
-        ready.runner.backward(inputs, saved, Gradients(*outputs), stream)
-    arrays.hold((*inputs, *saved))
+        ready.runner.backward(inputs, saved, Gradients(*outputs), stream, 0, masks)
+    arrays.hold((*inputs, *saved, *(masks or ())))
     return tuple(None if out is None else out.array for out in outputs)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from . import api, arrays, calls, reduce, validate
 from .adapters import kind_of
-from .problem import INPUT_NAMES, STUDENT, Options, Problem, compact_strides
+from .problem import INPUT_NAMES, MASK_ARRAYS, STUDENT, Device, Options, Problem, compact_strides
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -35,6 +36,8 @@ _NO_SECOND_ORDER = (
 )
 
 
+# The arrays of masks in the order of MASK_ARRAYS; an absent one is None, which JAX takes for an empty tree.
+_Masks = tuple[Any, ...]
 _Result: Any = jax.ShapeDtypeStruct  # not annotated in JAX
 
 
@@ -55,14 +58,19 @@ def attention_kl(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_k: jax.Array | None = None,
+    key_mask: jax.Array | None = None,
+    block_mask: BlockPattern | None = None,
     row_weight: Any = None,
     reduction: str = "none",
     layout: str = "bhnd",
     precision: str = "highest",
     return_lse: bool = False,
+    dense_teacher_lse: jax.Array | None = None,
     deterministic: bool | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    block_mask: BlockPattern | None = None,
 ) -> Any:
     """KL divergence from a teacher's to a student's attention rows, differentiable by JAX.
 
@@ -71,7 +79,8 @@ def attention_kl(
     are computed. The log-sum-exps carry no gradient. Second order raises NotImplementedError, forward mode TypeError.
 
     Works under ``jit``, ``grad``, ``vmap``, ``lax.scan``, ``checkpoint`` and ``shard_map``. Everything after the four
-    arrays is static except ``row_weight``. Under plain ``jit`` on sharded arrays XLA gathers them and every device
+    arrays is static except ``row_weight`` and the arrays of masks. ``vmap`` becomes one larger batch; packed sequences
+    have none, so there it becomes a loop. Under plain ``jit`` on sharded arrays XLA gathers them and every device
     does all the work: use ``shard_map`` over the batch or head axis.
     Under a transform the arrays are taken to be on JAX's default device.
 
@@ -88,9 +97,12 @@ def attention_kl(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     validate.choice("reduction", reduction, validate.REDUCTIONS)
+    if dense_teacher_lse is not None and not return_lse:
+        raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
     config = _Config(options, _platform(inputs[0]))
-    rows = _attention_kl(inputs, row_weight, config=config, reduction=reduction)
-    return rows if return_lse else rows.kl
+    masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    rows = _attention_kl(inputs, masks, row_weight, config=config, reduction=reduction)
+    return _with_mass(rows, dense_teacher_lse) if return_lse else rows.kl
 
 
 def attention_kl_forward(
@@ -103,18 +115,26 @@ def attention_kl_forward(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_k: jax.Array | None = None,
+    key_mask: jax.Array | None = None,
+    block_mask: BlockPattern | None = None,
     layout: str = "bhnd",
     precision: str = "highest",
+    dense_teacher_lse: jax.Array | None = None,
     deterministic: bool | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    block_mask: BlockPattern | None = None,
-) -> api.KLForward:
+) -> api.KLForward | api.KLForwardMass:
     """Row values and log-sum-exps of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_forward`."""
     inputs = _concrete("attention_kl_forward", _inputs(teacher_q, teacher_k, student_q, student_k))
     options = validate.options(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
-    return api.KLForward(*_forward_entry(inputs, config=_Config(options, _platform(inputs[0]))))
+    config = _Config(options, _platform(inputs[0]))
+    masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    _concrete("attention_kl_forward", (*masks, dense_teacher_lse))
+    return _with_mass(api.KLForward(*_forward_entry(inputs, masks, config=config)), dense_teacher_lse)
 
 
 def attention_kl_backward(
@@ -132,11 +152,15 @@ def attention_kl_backward(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_k: jax.Array | None = None,
+    key_mask: jax.Array | None = None,
+    block_mask: BlockPattern | None = None,
     layout: str = "bhnd",
     precision: str = "highest",
     deterministic: bool | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    block_mask: BlockPattern | None = None,
 ) -> api.KLGradients:
     """Gradients from saved log-sum-exps of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_backward`."""
     inputs = _concrete("attention_kl_backward", _inputs(teacher_q, teacher_k, student_q, student_k))
@@ -145,9 +169,10 @@ def attention_kl_backward(
     )
     wrt = validate.wanted(wrt, kl is not None)
     saved = (grad, teacher_lse, student_lse) if kl is None else (grad, teacher_lse, student_lse, kl)
-    _concrete("attention_kl_backward", saved)
     config = _Config(options, _platform(inputs[0]))
-    return api.KLGradients(**_backward_entry(inputs, saved, config=config, wrt=_in_order(wrt)))
+    masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    _concrete("attention_kl_backward", (*saved, *masks))
+    return api.KLGradients(**_backward_entry(inputs, masks, saved, config=config, wrt=_in_order(wrt)))
 
 
 def attention_kl_value_and_grad(
@@ -163,11 +188,15 @@ def attention_kl_value_and_grad(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_k: jax.Array | None = None,
+    key_mask: jax.Array | None = None,
+    block_mask: BlockPattern | None = None,
     layout: str = "bhnd",
     precision: str = "highest",
     deterministic: bool | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    block_mask: BlockPattern | None = None,
 ) -> tuple[jax.Array, api.KLGradients]:
     """Loss and gradients of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_value_and_grad`."""
     inputs = _concrete("attention_kl_value_and_grad", _inputs(teacher_q, teacher_k, student_q, student_k))
@@ -177,7 +206,9 @@ def attention_kl_value_and_grad(
     wrt = validate.wanted(wrt)
     validate.choice("reduction", reduction, ("sum", "mean"))
     config = _Config(options, _platform(inputs[0]))
-    value, grads = _value_and_grad(inputs, row_weight, config=config, reduction=reduction, wrt=_in_order(wrt))
+    masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    _concrete("attention_kl_value_and_grad", masks)
+    value, grads = _value_and_grad(inputs, masks, row_weight, config=config, reduction=reduction, wrt=_in_order(wrt))
     return value, api.KLGradients(**grads)
 
 
@@ -186,8 +217,11 @@ def attention_kl_value_and_grad(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "reduction"))
-def _attention_kl(inputs: tuple[Any, ...], row_weight: Any, *, config: _Config, reduction: str) -> api.KLForward:
-    kl, teacher_lse, student_lse = _rows(config, *_varying_alike(inputs))
+def _attention_kl(
+    inputs: tuple[Any, ...], masks: _Masks, row_weight: Any, *, config: _Config, reduction: str
+) -> api.KLForward:
+    inputs, masks = _varying_alike(inputs, masks)
+    kl, teacher_lse, student_lse = _rows(config, *inputs, masks)
     # Stopped, so that a loss on the log-sum-exps has gradient zero by declaration, as with torch.
     teacher_lse, student_lse = jax.lax.stop_gradient((teacher_lse, student_lse))
     _check_weight(row_weight, kl)
@@ -196,52 +230,60 @@ def _attention_kl(inputs: tuple[Any, ...], row_weight: Any, *, config: _Config, 
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
-def _forward_entry(inputs: tuple[Any, ...], *, config: _Config) -> tuple[Any, ...]:
-    return _forward(config, inputs)
+def _forward_entry(inputs: tuple[Any, ...], masks: _Masks, *, config: _Config) -> tuple[Any, ...]:
+    return _forward(config, inputs, masks)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "wrt"))
 def _backward_entry(
-    inputs: tuple[Any, ...], saved: tuple[Any, ...], *, config: _Config, wrt: tuple[str, ...]
+    inputs: tuple[Any, ...], masks: _Masks, saved: tuple[Any, ...], *, config: _Config, wrt: tuple[str, ...]
 ) -> dict[str, Any]:
-    return _backward(config, wrt, inputs, saved)
+    return _backward(config, wrt, inputs, masks, saved)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "reduction", "wrt"))
 def _value_and_grad(
-    inputs: tuple[Any, ...], row_weight: Any, *, config: _Config, reduction: str, wrt: tuple[str, ...]
+    inputs: tuple[Any, ...],
+    masks: _Masks,
+    row_weight: Any,
+    *,
+    config: _Config,
+    reduction: str,
+    wrt: tuple[str, ...],
 ) -> tuple[Any, dict[str, Any]]:
-    kl, teacher_lse, student_lse = _forward(config, inputs)
+    kl, teacher_lse, student_lse = _forward(config, inputs, masks)
     _check_weight(row_weight, kl)
     value = reduce.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
     row_grad = reduce.row_gradient(jnp, teacher_lse, row_weight, reduction)
-    return value, _backward(config, wrt, inputs, (row_grad, teacher_lse, student_lse, kl))
+    return value, _backward(config, wrt, inputs, masks, (row_grad, teacher_lse, student_lse, kl))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rows(config: _Config, *inputs: Any) -> tuple[Any, ...]:
-    return _forward(config, inputs)
+def _rows(config: _Config, *arrays: Any) -> tuple[Any, ...]:
+    *inputs, masks = arrays
+    return _forward(config, tuple(inputs), masks)
 
 
-def _rows_fwd(config: _Config, *primals: Any) -> tuple[tuple[Any, ...], Any]:
-    inputs = tuple(p.value for p in primals)
-    stats = _rows(config, *inputs)  # itself, not _forward: an outer transform may differentiate this value as well
+def _rows_fwd(config: _Config, *arrays: Any) -> tuple[tuple[Any, ...], Any]:
+    *primals, masks = arrays
+    inputs, masks = tuple(p.value for p in primals), tuple(None if m is None else m.value for m in masks)
+    stats = _rows(config, *inputs, masks)  # itself, not _forward: an outer transform may differentiate this value too
     # Which gradients are wanted must reach the backward as static knowledge. It travels as the extent of an array
     # without elements; not in the tree of the residuals, which JAX keeps from whichever trace of a jitted caller came
     # last, so that a backward would see the wishes of another one.
     wanted = sum(1 << i for i, p in enumerate(primals) if p.perturbed)
-    return stats, (inputs, stats, jnp.zeros((wanted, 0), bool))
+    return stats, (inputs, masks, stats, jnp.zeros((wanted, 0), bool))
 
 
 def _rows_bwd(config: _Config, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    inputs, (kl, teacher_lse, student_lse), wanted = residuals
+    inputs, masks, (kl, teacher_lse, student_lse), wanted = residuals
     wrt = tuple(name for i, name in enumerate(INPUT_NAMES) if wanted.shape[0] >> i & 1)
     grad = cotangents[0]
     if not wrt or isinstance(grad, SymbolicZero):
-        return (None, None, None, None)
+        return (None, None, None, None, None)
     saved = (grad, teacher_lse, student_lse, kl)
-    grads = _backward_once(config, wrt, inputs, saved if {"teacher_q", "teacher_k"} & set(wrt) else saved[:3])
-    return tuple(grads.get(name) for name in INPUT_NAMES)
+    grads = _backward_once(config, wrt, inputs, masks, saved if {"teacher_q", "teacher_k"} & set(wrt) else saved[:3])
+    return (*(grads.get(name) for name in INPUT_NAMES), None)
 
 
 _rows.defvjp(_rows_fwd, _rows_bwd, symbolic_zeros=True)
@@ -249,13 +291,15 @@ _rows.defvjp(_rows_fwd, _rows_bwd, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _backward_once(
-    config: _Config, wrt: tuple[str, ...], inputs: tuple[Any, ...], saved: tuple[Any, ...]
+    config: _Config, wrt: tuple[str, ...], inputs: tuple[Any, ...], masks: _Masks, saved: tuple[Any, ...]
 ) -> dict[str, Any]:
-    return _backward(config, wrt, inputs, saved)
+    return _backward(config, wrt, inputs, masks, saved)
 
 
-def _backward_once_fwd(config: _Config, wrt: tuple[str, ...], inputs: Any, saved: Any) -> tuple[dict[str, Any], None]:
-    return _backward(config, wrt, inputs, saved), None
+def _backward_once_fwd(
+    config: _Config, wrt: tuple[str, ...], inputs: Any, masks: _Masks, saved: Any
+) -> tuple[dict[str, Any], None]:
+    return _backward(config, wrt, inputs, masks, saved), None
 
 
 def _backward_once_bwd(config: _Config, wrt: tuple[str, ...], residuals: None, cotangents: Any) -> NoReturn:
@@ -265,36 +309,57 @@ def _backward_once_bwd(config: _Config, wrt: tuple[str, ...], residuals: None, c
 _backward_once.defvjp(_backward_once_fwd, _backward_once_bwd)
 
 
-def _forward(config: _Config, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _forward(config: _Config, inputs: tuple[Any, ...], masks: _Masks) -> tuple[Any, ...]:
     """Trace a forward launch: kl and the two log-sum-exps."""
-    problem = _check(config, inputs, ())
+    problem = _check(config, inputs, masks, ())
     shape, dtype = problem.row_shape, problem.stat_dtype
+    given = _given(masks)
+    like = (*inputs, *given.values())
     if 0 in shape or not problem.keys:  # XLA calls no callback for an empty result
         nothing = jnp.full(shape, -jnp.inf, dtype)
-        return _marked((jnp.zeros(shape, dtype), nothing, nothing), inputs)
+        return _marked((jnp.zeros(shape, dtype), nothing, nothing), like)
     rows = _Result(shape, dtype)
-    callback = _forward_callback(config.options, len(shape))
-    launch = _buffer_callback()(callback, (rows, rows, rows), vmap_method="expand_dims")
-    return _marked(launch(*inputs), inputs)
+    callback = _forward_callback(config.options, len(shape), tuple(given))
+    results = (rows, rows, rows, *_workspace(calls.runner_for(problem).workspace_bytes))
+    launch = _buffer_callback()(callback, results, vmap_method=_vmap_method(problem))
+    return _marked(launch(*inputs, *given.values())[:3], like)
 
 
-def _backward(config: _Config, wrt: tuple[str, ...], inputs: tuple[Any, ...], saved: tuple[Any, ...]) -> dict[str, Any]:
+def _backward(
+    config: _Config, wrt: tuple[str, ...], inputs: tuple[Any, ...], masks: _Masks, saved: tuple[Any, ...]
+) -> dict[str, Any]:
     """Trace a backward launch: the gradients named in `wrt`. `saved` is grad, the two log-sum-exps and maybe kl."""
-    problem = _check(config, inputs, wrt)
+    problem = _check(config, inputs, masks, wrt)
     for name, x in zip(("grad", "teacher_lse", "student_lse", "kl"), saved):
         if x.shape != problem.row_shape or x.dtype != problem.stat_dtype:
             raise ValueError(
                 f"{name}: got shape {x.shape} and dtype {x.dtype}; allowed is {problem.row_shape} in "
                 f"{problem.stat_dtype}, as attention_kl_forward returned it"
             )
-    results = {name: _Result(x.shape, x.dtype) for name, x in zip(INPUT_NAMES, inputs) if name in wrt}
+    given = _given(masks)
+    arrays = (*inputs, *given.values(), *saved)
+    results = tuple(_Result(x.shape, x.dtype) for name, x in zip(INPUT_NAMES, inputs) if name in wrt)
     if 0 in problem.row_shape or not problem.keys:
-        grads = {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
+        grads = tuple(jnp.zeros(x.shape, x.dtype) for x in results)
     else:
-        callback = _backward_callback(config.options, wrt, len(problem.row_shape))
-        grads = _buffer_callback()(callback, results, vmap_method="expand_dims")(*inputs, *saved)
-    marked = _marked((grads[name] for name in results), (*inputs, *saved))
-    return dict(zip(results, marked, strict=True))
+        callback = _backward_callback(config.options, wrt, len(problem.row_shape), tuple(given))
+        everything = (*results, *_workspace(calls.runner_for(problem).backward_bytes(wrt)))
+        grads = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))(*arrays)[: len(results)]
+    return dict(zip((name for name in INPUT_NAMES if name in wrt), _marked(grads, arrays), strict=True))
+
+
+def _given(masks: _Masks) -> dict[str, Any]:
+    return {name: x for name, x in zip(MASK_ARRAYS, masks, strict=True) if x is not None}
+
+
+def _workspace(size: int) -> tuple[Any, ...]:
+    """One more result where kernels need memory of their own, which is XLA's like all the rest; nobody looks at it."""
+    return (_Result((size // 4,), "float32"),) if size else ()
+
+
+def _vmap_method(problem: Problem) -> str:
+    """How vmap gets its results: mostly as one larger batch, which packed sequences do not have."""
+    return "sequential" if problem.sequences else "expand_dims"
 
 
 # Inside shard_map, types say along which mesh axes a value varies. A callback's results come without that mark, and a
@@ -302,8 +367,11 @@ def _backward(config: _Config, wrt: tuple[str, ...], inputs: tuple[Any, ...], sa
 # over the devices for an input that they share, is JAX's own.
 
 
-def _varying_alike(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return _marked(inputs, inputs)
+def _varying_alike(inputs: tuple[Any, ...], masks: _Masks) -> tuple[tuple[Any, ...], _Masks]:
+    given = _given(masks)
+    marked = _marked((*inputs, *given.values()), (*inputs, *given.values()))
+    named = dict(zip(given, marked[len(inputs) :], strict=True))
+    return marked[: len(inputs)], tuple(named.get(name) for name in MASK_ARRAYS)
 
 
 def _marked(values: Iterable[Any], like: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -320,36 +388,57 @@ def _mesh_axes(x: Any) -> frozenset[Any]:
 
 
 @functools.cache
-def _forward_callback(options: Options, lead: int) -> Callable[..., None]:
-    """The function XLA calls with its buffers; one object per configuration, as it is part of XLA's cache key."""
+def _forward_callback(options: Options, lead: int, masked: tuple[str, ...]) -> Callable[..., None]:
+    """The function XLA calls with its buffers; one object per configuration, as it is part of XLA's cache key.
+
+    `masked` names the arrays of the mask, which come after the inputs.
+    """
 
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
+        inputs, masks = buffers[:4], buffers[4:]
         names = (*INPUT_NAMES, *arrays.RowStats._fields)
-        views = [_view(name, buffer) for name, buffer in zip(names, (*buffers, *out))]
+        views = [_view(name, buffer) for name, buffer in zip(names, (*inputs, *out[:3]), strict=True)]
+        mask_views = {name: _view(name, buffer) for name, buffer in zip(masked, masks, strict=True)}
         stream = ctx.stream if views[0].device.kind == "cuda" else 0
-        for part in _unfold(views, lead, options.layout):
-            inputs = arrays.Inputs(*part[:4])
-            calls.prepare(inputs, options).runner.forward(inputs, arrays.RowStats(*part[4:]), stream)
+        for part, seen in _unfold(views, mask_views, lead, options.layout):
+            given = arrays.Inputs(*part[:4])
+            ready = calls.prepare(given, options, seen)
+            workspace = _address(out[3:], ready.workspace_bytes)
+            ready.runner.forward(given, arrays.RowStats(*part[4:]), stream, workspace, seen)
 
     return callback
 
 
 @functools.cache
-def _backward_callback(options: Options, wrt: tuple[str, ...], lead: int) -> Callable[..., None]:
-    def callback(ctx: Any, out: dict[str, Any], *buffers: Any) -> None:
+def _backward_callback(
+    options: Options, wrt: tuple[str, ...], lead: int, masked: tuple[str, ...]
+) -> Callable[..., None]:
+    def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
+        after = 4 + len(masked)
         names = (*INPUT_NAMES, *arrays.Saved._fields)
-        views = [_view(name, buffer) for name, buffer in zip(names, buffers)]
-        views += [_view(name, out[name]) for name in wrt]
+        operands = (*buffers[:4], *buffers[after:])
+        views = [_view(name, buffer) for name, buffer in zip(names, operands)]
+        views += [_view(name, buffer) for name, buffer in zip(wrt, out)]
+        mask_views = {name: _view(name, buffer) for name, buffer in zip(masked, buffers[4:after], strict=True)}
         stream = ctx.stream if views[0].device.kind == "cuda" else 0
-        given = len(buffers)
-        for part in _unfold(views, lead, options.layout):
-            saved = arrays.Saved(part[4], part[5], part[6], part[7] if given == 8 else None)
-            wanted = dict(zip(wrt, part[given:]))
+        count = len(operands)
+        for part, seen in _unfold(views, mask_views, lead, options.layout):
+            saved = arrays.Saved(part[4], part[5], part[6], part[7] if count == 8 else None)
+            wanted = dict(zip(wrt, part[count:], strict=True))
             outputs = arrays.Gradients(*(wanted.get(name) for name in INPUT_NAMES))
             inputs = arrays.Inputs(*part[:4])
-            calls.prepare(inputs, options).runner.backward(inputs, saved, outputs, stream)
+            runner = calls.prepare(inputs, options, seen).runner
+            workspace = _address(out[len(wrt) :], runner.backward_bytes(wrt))
+            runner.backward(inputs, saved, outputs, stream, workspace, seen)
 
     return callback
+
+
+def _address(workspace: Sequence[Any], size: int) -> int:
+    """Where the workspace lies, if there is one and it has room: vmap may bring other launches than were planned."""
+    if not workspace or size > 4 * math.prod(workspace[0].shape):
+        return 0
+    return _pointer(workspace[0])
 
 
 def _view(name: str, buffer: Any) -> arrays.ArrayView:
@@ -378,7 +467,9 @@ def _pointer(buffer: Any) -> int:
     return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value or 0
 
 
-def _unfold(views: list[arrays.ArrayView], lead: int, layout: str) -> Iterator[list[arrays.ArrayView]]:
+def _unfold(
+    views: list[arrays.ArrayView], masks: dict[str, arrays.ArrayView], lead: int, layout: str
+) -> Iterator[tuple[list[arrays.ArrayView], arrays.MaskArrays | None]]:
     """Calls of at most four axes that together do what vmap asked for.
 
     vmap puts axes in front of all arrays, of extent 1 where an array is not mapped. They become part of the batch axis
@@ -387,34 +478,58 @@ def _unfold(views: list[arrays.ArrayView], lead: int, layout: str) -> Iterator[l
     """
     mapped = len(views[0].shape) - (lead + 1)
     if not mapped:
-        yield views
+        yield views, arrays.MaskArrays(**masks) if masks else None
         return
-    outer = tuple(max(extents) for extents in zip(*(view.shape[:mapped] for view in views)))
+    outer = tuple(max(extents) for extents in zip(*(view.shape[:mapped] for view in (*views, *masks.values()))))
     # Strides of the axes to merge: those of vmap, and the batch axis where there is one.
     batch = 1 if lead == 3 else 0
     extents = outer + views[0].shape[mapped : mapped + batch]
-    steps = [tuple(0 if n == 1 else s for n, s in zip(view.shape[: mapped + batch], view.strides)) for view in views]
+
+    def steps_of(view: arrays.ArrayView) -> tuple[int, ...]:
+        return tuple(0 if n == 1 else s for n, s in zip(view.shape[: mapped + batch], view.strides))
+
+    steps = [steps_of(view) for view in views]
+    # Arrays of masks have no strides in a kernel: their entries lie one after the other. The batch axis that
+    # key_lengths has without the inputs having one is of extent 1.
+    rests = {name: () if name == "key_lengths" else view.shape[-1:] for name, view in masks.items()}
+    mask_steps = {name: steps_of(view) for name, view in masks.items()}
     looped = 0
-    while not all(_is_one_axis(extents[looped:], step[looped:]) for step in steps):
+    while not (
+        all(_is_one_axis(extents[looped:], step[looped:]) for step in steps)
+        and all(_is_compact(extents[looped:], mask_steps[name][looped:], math.prod(rests[name])) for name in masks)
+    ):
         looped += 1
     merged = math.prod(extents[looped:])
     for index in itertools.product(*map(range, outer[:looped])):
         part = []
         for view, step in zip(views, steps):
-            offset = sum(i * s for i, s in zip(index, step))
             stride = next((s for n, s in zip(extents[looped:][::-1], step[looped:][::-1]) if n > 1), 0)
             rest, strides = view.shape[mapped + batch :], view.strides[mapped + batch :]
             if lead == 1:  # no head axis: one head
                 at = 1 if layout == "bnhd" else 0
                 rest, strides = (*rest[:at], 1, *rest[at:]), (*strides[:at], 0, *strides[at:])
-            part.append(
-                view._replace(
-                    shape=(merged, *rest),
-                    strides=(stride, *strides),
-                    ptr=view.ptr + offset * arrays.ITEMSIZE[view.dtype],
-                )
-            )
-        yield part
+            part.append(_shifted(view, index, step)._replace(shape=(merged, *rest), strides=(stride, *strides)))
+        seen = {}
+        for name, view in masks.items():
+            shape = (merged, *rests[name])
+            moved = _shifted(view, index, mask_steps[name])
+            seen[name] = moved._replace(shape=shape, strides=compact_strides(shape))
+        yield part, arrays.MaskArrays(**seen) if seen else None
+
+
+def _shifted(view: arrays.ArrayView, index: tuple[int, ...], step: tuple[int, ...]) -> arrays.ArrayView:
+    """The view that begins at an index of its first axes."""
+    offset = sum(i * s for i, s in zip(index, step))
+    return view._replace(ptr=view.ptr + offset * arrays.SIZES[view.dtype])
+
+
+def _is_compact(extents: tuple[int, ...], strides: tuple[int, ...], unit: int) -> bool:
+    """Whether entries of `unit` elements along all of these axes lie one after the other."""
+    for n, stride in zip(extents[::-1], strides[::-1], strict=True):
+        if n > 1 and stride != unit:
+            return False
+        unit *= n
+    return True
 
 
 def _is_one_axis(extents: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -430,6 +545,30 @@ def _inputs(*inputs: Any) -> tuple[jax.Array, ...]:
         if not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")
     return inputs
+
+
+def _masks(config: _Config, inputs: tuple[Any, ...], *given: Any) -> _Masks:
+    """Arrays of masks, with their values checked where that can be done at once: an error inside XLA reads badly."""
+    for name, x in zip(MASK_ARRAYS, given, strict=True):
+        if x is not None and not isinstance(x, jax.Array):
+            raise TypeError(f"{name} is a {kind_of(x)}; allowed here are JAX arrays (jnp.asarray makes one)")
+    known = {n: x for n, x in _given(given).items() if not isinstance(x, jax.core.Tracer)}
+    if known and config.platform == "cpu":
+        views, seen = _standins(inputs, given, arrays.CPU)
+        problem = validate.to_problem(views, config.options, seen)
+        validate.mask_values(problem, {name: np.asarray(x) for name, x in known.items()})
+    return given
+
+
+def _with_mass(rows: api.KLForward, dense: Any) -> api.KLForward | api.KLForwardMass:
+    if dense is None:
+        return rows
+    if not isinstance(dense, jax.Array) or dense.shape != rows.teacher_lse.shape:
+        raise ValueError(
+            f"dense_teacher_lse is a {kind_of(dense)} of shape {getattr(dense, 'shape', ())}; allowed is a JAX array "
+            f"of one value per query row, {rows.teacher_lse.shape}"
+        )
+    return api.KLForwardMass(*rows, reduce.teacher_mass(jnp, rows.teacher_lse, jax.lax.stop_gradient(dense)))
 
 
 def _concrete(function: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -467,14 +606,20 @@ def _buffer_callback() -> Any:
     return buffer_callback
 
 
-def _check(config: _Config, inputs: tuple[Any, ...], wrt: tuple[str, ...]) -> Problem:
+def _standins(inputs: tuple[Any, ...], masks: _Masks, device: Device) -> tuple[arrays.Inputs, arrays.MaskArrays | None]:
+    views = arrays.Inputs(*(arrays.standin(name, x, device) for name, x in zip(INPUT_NAMES, inputs, strict=True)))
+    seen = {name: arrays.standin(name, x, device) for name, x in _given(masks).items()}
+    return views, arrays.MaskArrays(**seen) if seen else None
+
+
+def _check(config: _Config, inputs: tuple[Any, ...], masks: _Masks, wrt: tuple[str, ...]) -> Problem:
     """Refuse at trace time what the callback would refuse, and compile there what it would compile."""
     if config.platform not in ("cpu", "gpu"):
         raise NotImplementedError(f"JAX platform {config.platform!r}: built are the CPU and CUDA GPUs")
     on_gpu = config.platform == "gpu"
     device = arrays.cuda(arrays.current_gpu() or 0) if on_gpu else arrays.CPU
-    views = arrays.Inputs(*(arrays.standin(name, x, device) for name, x in zip(INPUT_NAMES, inputs, strict=True)))
-    problem = validate.to_problem(views, config.options)
+    views, seen = _standins(inputs, masks, device)
+    problem = validate.to_problem(views, config.options, seen)
     validate.gradients_built(problem, wrt)
     if on_gpu:
         calls.runner_for(problem).warmup(wrt)

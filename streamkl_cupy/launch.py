@@ -151,7 +151,9 @@ class _KeyBits:
         if 0 in self._sizes:
             return
         if not workspace:
-            raise ValueError("workspace: got none; a key_mask needs the bytes that workspace_bytes and backward_bytes say")
+            raise ValueError(
+                "workspace: got none; a key_mask needs the bytes that workspace_bytes and backward_bytes say"
+            )
         batch = mask.strides[0] if len(mask.strides) > 1 else 0
         packed = self._type.from_buffer_copy(_KEY_BITS.pack(mask.ptr, workspace, batch, mask.strides[-1], *self._sizes))
         parameters = ctypes.c_void_p(ctypes.addressof(packed))
@@ -213,7 +215,7 @@ class Runner:
         with self._guard:
             kernel = self._kernels.get(name) or self._kernel(name, stream)
             combine = None
-            if workspace:
+            if workspace and self.plan.combine:
                 combine = self._kernels.get("combine") or self._kernel("combine", stream)
             pointers = [(word, x.ptr) for word, x in zip(_ROWS, outputs)]
             if masks is not None:

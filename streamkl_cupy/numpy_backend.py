@@ -415,7 +415,7 @@ class Runner:
                 p.keys,
                 params,
                 values.get("key_lengths", np.zeros(0, np.int32)),
-                values.get("key_mask", np.zeros(0, np.bool_)).reshape(-1, p.keys),
+                np.atleast_2d(values.get("key_mask", np.zeros((0, 0), np.bool_))),
                 p.mask.pattern,
             )
             yield _Place(slice(0, p.queries), slice(0, p.keys), scene, self.plan)

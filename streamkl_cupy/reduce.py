@@ -39,6 +39,12 @@ def row_gradient(xp: Any, lse: Any, weight: Any, reduction: str) -> Any:
     return xp.where(mass == 0, 0.0, w / xp.where(mass == 0, 1.0, mass))
 
 
+def teacher_mass(xp: Any, lse: Any, dense_lse: Any) -> Any:
+    """Share of the teacher's dense distribution on the keys a row sees; 0 where it sees none."""
+    # Selected before the exponential: -inf minus -inf is NaN.
+    return xp.exp(xp.where(lse == -xp.inf, lse, lse - dense_lse))
+
+
 def _row_weights(xp: Any, lse: Any, weight: Any, dtype: Any) -> Any:
     """Weights in the shape and dtype of the rows, exactly 0 where a row sees no key."""
     if weight is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,14 +20,19 @@ from torch.autograd import forward_ad
 from . import api, arrays, calls, reduce, validate
 from .adapters import kind_of
 from .arrays import RowStats, Saved
-from .problem import INPUT_NAMES, Options
+from .problem import INPUT_NAMES, MASK_ARRAYS, Options
+
+if TYPE_CHECKING:
+    from .patterns import BlockPattern
 
 __all__ = ["attention_kl"]
 
 _INPUTS = ", ".join(f"Tensor {name}" for name in INPUT_NAMES)
+_MASKS = ", ".join(f"Tensor? {name}" for name in MASK_ARRAYS)
+# Those of `Options`, with the digest of the pattern in place of the pattern.
 _OPTIONS = (
     "float? teacher_scale, float? student_scale, bool causal, SymInt? q_offset, str layout, str precision, "
-    "bool? deterministic"
+    "bool? deterministic, SymInt[]? window, str? block_mask"
 )
 _NO_SECOND_ORDER = (
     "streamkl_cupy.attention_kl has first-order gradients only: its backward cannot be differentiated again. "
@@ -50,11 +55,18 @@ def attention_kl(
     student_scale: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    block_mask: BlockPattern | None = None,
     row_weight: Any = None,
     reduction: str = "none",
     layout: str = "bhnd",
     precision: str = "highest",
     return_lse: bool = False,
+    dense_teacher_lse: Tensor | None = None,
     deterministic: bool | None = None,
 ) -> Any:
     """KL divergence from a teacher's to a student's attention rows, differentiable by PyTorch.
@@ -85,17 +97,45 @@ def attention_kl(
             )
     if reduction != "none":
         validate.choice("reduction", reduction, validate.REDUCTIONS)
-    options = validate.options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
-    if _plain(inputs):
-        views = calls.view_inputs(*inputs)
-        kl, teacher_lse, student_lse = (view.array for view in calls.forward(views, calls.prepare(views, options)))
+    options = validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+    )
+    masks = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    if _plain(inputs) and (key_mask is None or type(key_mask) is Tensor):
+        views, seen = calls.view_inputs(*inputs), calls.view_masks(*masks)
+        ready = calls.prepare(views, options, seen)
+        kl, teacher_lse, student_lse = (view.array for view in calls.forward(views, ready, seen))
     else:
+        for name, mask in zip(MASK_ARRAYS, masks):
+            if mask is not None and not isinstance(mask, Tensor):
+                raise TypeError(f"{name} is a {kind_of(mask)}; allowed is a torch tensor, like the inputs")
         function = _AttentionKL if torch.compiler.is_compiling() else _EagerAttentionKL
-        kl, teacher_lse, student_lse = function.apply(*inputs, *options[:7])  # type: ignore[no-untyped-call]
+        digest = None if block_mask is None else block_mask.digest
+        kl, teacher_lse, student_lse = function.apply(*inputs, *masks, *options[:-1], digest)  # type: ignore[no-untyped-call]
     if row_weight is not None:
         _check_weight(row_weight, kl)
     value = reduce.reduce_rows(torch, kl, teacher_lse, row_weight, reduction)
-    return api.KLForward(value, teacher_lse, student_lse) if return_lse else value
+    if dense_teacher_lse is None:
+        return api.KLForward(value, teacher_lse, student_lse) if return_lse else value
+    if not return_lse:
+        raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
+    _check_dense(dense_teacher_lse, teacher_lse)
+    mass = reduce.teacher_mass(torch, teacher_lse, dense_teacher_lse.detach())
+    return api.KLForwardMass(value, teacher_lse, student_lse, mass)
+
+
+def _check_dense(dense: Any, rows: Tensor) -> None:
+    """`validate.row_array` in words that torch.compile can trace."""
+    if not isinstance(dense, Tensor) or dense.dtype != rows.dtype or dense.device != rows.device:
+        raise TypeError(
+            f"dense_teacher_lse is a {kind_of(dense)}; allowed is a {rows.dtype} torch tensor on {rows.device}, the "
+            f"teacher_lse of the dense call"
+        )
+    if dense.shape != rows.shape:
+        raise ValueError(
+            f"dense_teacher_lse: shape {tuple(dense.shape)}, but there is one value per query row: expected "
+            f"{tuple(rows.shape)}"
+        )
 
 
 def _check_weight(weight: Any, rows: Tensor) -> None:
@@ -139,6 +179,10 @@ class _AttentionKL(torch.autograd.Function):
         teacher_k: Tensor,
         student_q: Tensor,
         student_k: Tensor,
+        key_lengths: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        key_mask: Tensor | None,
         teacher_scale: float | None,
         student_scale: float | None,
         causal: bool,
@@ -146,10 +190,15 @@ class _AttentionKL(torch.autograd.Function):
         layout: str,
         precision: str,
         deterministic: bool | None,
+        window: tuple[int, int] | None,
+        block_mask: str | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        options = (teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+        options = (
+            teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+        )  # fmt: skip
+        arrays = (teacher_q, teacher_k, student_q, student_k, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
         launch: Any = _launch_forward if _plain((teacher_q, teacher_k, student_q, student_k)) else _forward_op
-        rows: tuple[Tensor, Tensor, Tensor] = launch(teacher_q, teacher_k, student_q, student_k, *options)
+        rows: tuple[Tensor, Tensor, Tensor] = launch(*arrays, *options)
         return rows
 
     @staticmethod
@@ -159,13 +208,13 @@ class _AttentionKL(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Only the teacher's gradient reads kl; otherwise the caller may scale it in place.
         saved_kl = kl if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(*inputs[:4], teacher_lse, student_lse, saved_kl)
-        ctx.options = inputs[4:]
+        ctx.save_for_backward(*inputs[:4], teacher_lse, student_lse, saved_kl, *inputs[4:8])
+        ctx.options = inputs[8:]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_lse_grads: None) -> tuple[Tensor | None, ...]:
         wanted = list(ctx.needs_input_grad[:4])
-        unused = (None,) * len(ctx.options)
+        unused = (None,) * (4 + len(ctx.options))
         if grad is None or not any(wanted):
             return (None, None, None, None, *unused)
         grads = _AttentionKLBackward.apply(grad, *ctx.saved_tensors, wanted, *ctx.options)  # type: ignore[no-untyped-call]
@@ -199,6 +248,10 @@ class _AttentionKLBackward(torch.autograd.Function):
         teacher_lse: Tensor,
         student_lse: Tensor,
         kl: Tensor | None,
+        key_lengths: Tensor | None,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        key_mask: Tensor | None,
         wanted: Sequence[bool],
         teacher_scale: float | None,
         student_scale: float | None,
@@ -207,11 +260,16 @@ class _AttentionKLBackward(torch.autograd.Function):
         layout: str,
         precision: str,
         deterministic: bool | None,
+        window: tuple[int, int] | None,
+        block_mask: str | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        options = (teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic)
+        options = (
+            teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+        )  # fmt: skip
+        masks = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
         # Always the operator: is_grads_batched hands over batched tensors that nothing here could recognise.
         grads: tuple[Tensor, Tensor, Tensor, Tensor] = _backward_op(
-            grad, teacher_q, teacher_k, student_q, student_k, teacher_lse, student_lse, kl, wanted, *options
+            grad, teacher_q, teacher_k, student_q, student_k, teacher_lse, student_lse, kl, *masks, wanted, *options
         )
         return grads
 
@@ -225,13 +283,22 @@ class _AttentionKLBackward(torch.autograd.Function):
 
 
 def _launch_forward(
-    teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, *options: Any
+    teacher_q: Tensor,
+    teacher_k: Tensor,
+    student_q: Tensor,
+    student_k: Tensor,
+    key_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    key_mask: Tensor | None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    ready = calls.prepare(inputs, Options(*options))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    ready = calls.prepare(inputs, _unpacked(options), masks)
     # Three allocations, where the direct path makes one: operator outputs must not share memory.
     rows = RowStats(*(arrays.empty(inputs.student_q, ready.row_shape, ready.stat_dtype) for _ in range(3)))
-    calls.launch_forward(inputs, ready, rows)
+    calls.launch_forward(inputs, ready, rows, masks)
     return rows.kl.array, rows.teacher_lse.array, rows.student_lse.array
 
 
@@ -244,13 +311,18 @@ def _launch_backward(
     teacher_lse: Tensor,
     student_lse: Tensor,
     kl: Tensor | None,
+    key_lengths: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    key_mask: Tensor | None,
     wanted: Sequence[bool],
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the wanted inputs; of the others an empty tensor, as batching fallbacks want a fixed count."""
     wrt = tuple(name for name, w in zip(INPUT_NAMES, wanted) if w)
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    ready = calls.prepare(inputs, Options(*options))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    ready = calls.prepare(inputs, _unpacked(options), masks)
     validate.gradients_built(ready.problem, wrt)
     saved = Saved(
         arrays.describe("grad", grad),
@@ -258,23 +330,34 @@ def _launch_backward(
         arrays.describe("student_lse", student_lse),
         None if kl is None else arrays.describe("kl", kl),
     )
-    grads = calls.backward(inputs, ready, saved, wrt)
+    grads = calls.backward(inputs, ready, saved, wrt, masks)
     a, b, c, d = (student_q.new_empty(0) if g is None else g for g in grads)
     return a, b, c, d
+
+
+def _unpacked(options: tuple[Any, ...]) -> Options:
+    """Options as the operators take them: a schema knows lists for tuples, and no patterns."""
+    window, digest = options[7:]
+    pattern = None
+    if digest is not None:
+        from .patterns.pattern import pattern_of
+
+        pattern = pattern_of(digest)
+    return Options(*options)._replace(window=None if window is None else tuple(window), block_mask=pattern)
 
 
 _forward_op = torch.library.custom_op(
     "streamkl::attention_kl_forward",
     _launch_forward,
     mutates_args=(),
-    schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_INPUTS}, {_MASKS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 _backward_op = torch.library.custom_op(
     "streamkl::attention_kl_backward",
     _launch_backward,
     mutates_args=(),
-    schema=f"(Tensor grad, {_INPUTS}, Tensor teacher_lse, Tensor student_lse, Tensor? kl, bool[] wanted, {_OPTIONS})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, {_INPUTS}, Tensor teacher_lse, Tensor student_lse, Tensor? kl, {_MASKS}, bool[] wanted, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -287,27 +370,30 @@ def _(teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor
 
 @_backward_op.register_fake
 def _(grad: Tensor, *args: Any) -> Any:
-    inputs, wanted = args[:4], args[7]
+    inputs, wanted = args[:4], args[11]
     return tuple(x.new_empty(x.shape) if w else args[2].new_empty(0) for x, w in zip(inputs, wanted))
 
 
 @_forward_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    folded = _Fold(info.batch_size, args[2], in_dims[2], layout=args[8])
+    folded = _Fold(info.batch_size, args[2], in_dims[2], layout=args[12])
     inputs = [folded.fold(x, d) for x, d in zip(args[:4], in_dims)]
-    rows = _forward_op(*inputs, *args[4:])
+    masks = [folded.fold_mask(*x) for x in zip(MASK_ARRAYS, args[4:8], in_dims[4:8])]
+    rows = _forward_op(*inputs, *masks, *args[8:])
     return tuple(folded.unfold(x) for x in rows), (0, 0, 0)
 
 
 @_backward_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    folded = _Fold(info.batch_size, args[3], in_dims[3], layout=args[13])
+    folded = _Fold(info.batch_size, args[3], in_dims[3], layout=args[17])
     grad, *rest = args[:8]
     inputs = [folded.fold(x, d) for x, d in zip(rest[:4], in_dims[1:5])]
     saved = [None if x is None else folded.fold(x, d) for x, d in zip(rest[4:], in_dims[5:8])]
-    grads = _backward_op(folded.fold(grad, in_dims[0]), *inputs, *saved, *args[8:])
-    out_dims = tuple(0 if w else None for w in args[8])
-    return tuple(folded.unfold(g) if w else g for g, w in zip(grads, args[8])), out_dims
+    masks = [folded.fold_mask(*x) for x in zip(MASK_ARRAYS, args[8:12], in_dims[8:12])]
+    wanted = args[12]
+    grads = _backward_op(folded.fold(grad, in_dims[0]), *inputs, *saved, *masks, *args[12:])
+    out_dims = tuple(0 if w else None for w in wanted)
+    return tuple(folded.unfold(g) if w else g for g, w in zip(grads, wanted)), out_dims
 
 
 class _Fold:
@@ -326,6 +412,19 @@ class _Fold:
         if self.rank == 2:
             return x.unsqueeze(self.head_axis)
         return x.flatten(0, 1) if self.rank == 4 else x
+
+    def fold_mask(self, name: str, x: Tensor | None, dim: int | None) -> Tensor | None:
+        """An array of a mask, whose first axis is the batch axis where there is one."""
+        if x is None:
+            return None
+        if name.startswith("cu_seqlens"):
+            raise NotImplementedError(
+                "torch.vmap over packed sequences: vmap becomes a larger batch, which these do not have; append the "
+                "sequences to each other instead"
+            )
+        x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
+        # Of inputs without a batch axis, key_lengths has one nevertheless, of extent 1.
+        return (x.flatten(0, 1) if self.rank == 4 or name == "key_lengths" else x).contiguous()
 
     def unfold(self, x: Tensor) -> Tensor:
         if self.rank == 2:

@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import arrays
 from .adapters import kind_of
-from .arrays import ArrayView, Inputs
+from .arrays import ArrayView, Inputs, MaskArrays
 from .planning import MAX_DIM, MAX_TEACHER_DIM
-from .problem import INPUT_NAMES, MaskSpec, Operand, Options, Problem, Side, canonical_strides
+from .problem import (
+    INPUT_NAMES,
+    MASK_ARRAYS,
+    MaskSpec,
+    Operand,
+    Options,
+    Problem,
+    Side,
+    canonical_strides,
+    compact_strides,
+)
+
+if TYPE_CHECKING:
+    from .patterns import BlockPattern
 
 LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
 PRECISIONS = ("highest", "high")
@@ -118,11 +130,18 @@ def one_framework(found: dict[str, str]) -> str:
     return framework
 
 
-def to_problem(inputs: Inputs, chosen: Options) -> Problem:
-    """Check four views against each other and freeze what they ask for."""
+def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Problem:
+    """Check views against each other and freeze what they ask for."""
     tq, tk, sq, sk = inputs
     for view in inputs[1:]:
         same_place(tq, view)
+    if masks is not None:
+        for x in masks:
+            if x is not None:
+                same_place(tq, x)
+        if masks.cu_seqlens_q is not None or masks.cu_seqlens_k is not None:
+            _check_packed(inputs, chosen, masks)
+            chosen = chosen._replace(layout="bnhd")
     if not 2 <= len(tq.shape) <= 4:
         raise ValueError(
             f"teacher_q: shape {tq.shape} has {len(tq.shape)} axes; allowed are 4, {LAYOUTS[chosen.layout]}, "
@@ -143,11 +162,11 @@ def to_problem(inputs: Inputs, chosen: Options) -> Problem:
     _must_agree("student_k", "teacher_k", "keys", "keys", extents, 2)
     batch, heads, queries, _ = extents["teacher_q"]
     keys = extents["teacher_k"][2]
-    mask = MaskSpec()
-    if chosen.causal:
-        offset = keys - queries if chosen.q_offset is None else chosen.q_offset
-        # Beyond these ends nothing changes any more, and 32-bit kernel arithmetic is safe.
-        mask = MaskSpec(("causal",), (("q_offset", max(-queries, min(offset, keys))),))
+    if masks is not None:
+        _check_mask_shapes(masks, batch, keys, len(tq.shape))
+    if chosen.block_mask is not None:
+        _check_pattern(chosen.block_mask, heads, queries, keys)
+    sequences = masks.cu_seqlens_q.shape[0] - 1 if masks is not None and masks.cu_seqlens_q is not None else 0
     if "float64" not in (tq.dtype, sq.dtype):
         for side, scale in (("teacher", chosen.teacher_scale), ("student", chosen.student_scale)):
             if scale is not None and abs(scale) > MAX_SCALE:
@@ -162,13 +181,108 @@ def to_problem(inputs: Inputs, chosen: Options) -> Problem:
         keys=keys,
         teacher=_side(tq, tk, extents, chosen.teacher_scale, chosen.layout),
         student=_side(sq, sk, extents, chosen.student_scale, chosen.layout),
-        mask=mask,
+        mask=_mask(chosen, masks, queries, keys),
         device=tq.device,
         layout=chosen.layout,
         rank=len(tq.shape),
         precision=chosen.precision,
         deterministic=bool(chosen.deterministic),
+        sequences=sequences,
     )
+
+
+def _mask(chosen: Options, masks: MaskArrays | None, queries: int, keys: int) -> MaskSpec:
+    """The parts that options and arrays ask for; what is the same mask becomes the same parts."""
+    if masks is None:
+        masks = MaskArrays()
+    packed = masks.cu_seqlens_q is not None
+    parts: list[str] = []
+    params: dict[str, int] = {}
+    # Of packed sequences each has its own, unless one is given for all.
+    offset = keys - queries if chosen.q_offset is None else chosen.q_offset
+    own = packed and chosen.q_offset is None
+    left, right = chosen.window or (-1, -1)
+    if chosen.causal:
+        right = 0
+    if left >= 0 or (right > 0 and own):
+        parts.append("window")
+        params = {"left": left, "right": right, "q_offset": 0 if own else max(-FAR, min(offset, FAR))}
+    elif right >= 0:
+        parts.append("causal")
+        # Beyond these ends nothing changes any more, and 32-bit kernel arithmetic is safe.
+        params = {"q_offset": 0 if own else max(-queries, min(offset + right, keys))}
+    if masks.key_lengths is not None:
+        parts.append("lengths")
+    if packed:
+        parts.append("packed")
+        params["q_offset_given"] = int(not own)
+        params.setdefault("q_offset", 0)
+    if masks.key_mask is not None:
+        parts.append("keys")
+    if chosen.block_mask is not None:
+        parts.append("blocks")
+    return MaskSpec(tuple(parts), tuple(params.items()), chosen.block_mask)
+
+
+def _check_packed(inputs: Inputs, chosen: Options, masks: MaskArrays) -> None:
+    """What packed sequences need, and what they do not go with."""
+    for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
+        if getattr(masks, name) is None:
+            raise ValueError(
+                f"{other} came without {name}; packed sequences need both, even where queries and keys have the same "
+                f"lengths: pass {name}={other} then"
+            )
+    excluded = [name for name in ("key_lengths", "key_mask") if getattr(masks, name) is not None]
+    if chosen.block_mask is not None:
+        excluded.append("block_mask")
+    if excluded:
+        raise NotImplementedError(
+            f"{excluded[0]} with cu_seqlens_q and cu_seqlens_k: packed sequences are built alone and with causal, "
+            f"window and q_offset; leave keys out of the packed arrays, or pad and use {excluded[0]}"
+        )
+    for view in inputs:
+        if len(view.shape) != 3:
+            raise ValueError(
+                f"{view.name}: shape {view.shape} has {len(view.shape)} axes; with cu_seqlens_q and cu_seqlens_k "
+                f"allowed are 3, (rows of all sequences, heads, head dim)"
+            )
+
+
+def _check_mask_shapes(masks: MaskArrays, batch: int, keys: int, rank: int) -> None:
+    expected = {"key_lengths": (batch,), "key_mask": (batch, keys) if rank == 4 else (keys,)}
+    for name, view in zip(MASK_ARRAYS, masks, strict=True):
+        if view is None:
+            continue
+        if name in expected and view.shape != expected[name]:
+            what = "one length per batch entry" if name == "key_lengths" else "one value per batch entry and key"
+            raise ValueError(f"{name}: shape {view.shape}, but there is {what}: expected {expected[name]}")
+        if name not in expected and (len(view.shape) != 1 or view.shape[0] < 2):
+            raise ValueError(
+                f"{name}: shape {view.shape}; allowed is (S + 1,) for S sequences, at least one: 0, and where each of "
+                f"them ends"
+            )
+        if view.strides != compact_strides(view.shape):
+            raise ValueError(
+                f"{name}: strides {view.strides} of its {view.shape} elements leave gaps; pass a contiguous copy"
+            )
+    q, k = masks.cu_seqlens_q, masks.cu_seqlens_k
+    if q is not None and k is not None and q.shape != k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: {k.shape[0]} entries, but cu_seqlens_q has {q.shape[0]}; both describe the same sequences"
+        )
+
+
+def _check_pattern(pattern: BlockPattern, heads: int, queries: int, keys: int) -> None:
+    if pattern.heads not in (1, heads):
+        raise ValueError(
+            f"block_mask is a pattern of {pattern.heads} heads, but the inputs have {heads} query heads; allowed are "
+            f"as many, and 1 for all of them. pattern.select picks heads"
+        )
+    if (pattern.queries, pattern.keys) != (queries, keys):
+        raise ValueError(
+            f"block_mask is a pattern for {pattern.queries} query rows and {pattern.keys} keys, but the inputs have "
+            f"{queries} and {keys}; make it for their size"
+        )
 
 
 def mask_values(problem: Problem, values: dict[str, NDArray[Any]]) -> None:
@@ -331,12 +445,14 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
-def _window(value: Any) -> tuple[int, int] | None:
-    """Keys to the left and to the right, -1 for no limit; None where neither side has one."""
+def _window(value: Any) -> tuple[int, int]:
+    """Keys to the left and to the right, -1 for no limit."""
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"window={value!r} is a {kind_of(value)}; allowed is a pair (left, right), such as (1024, 0)")
     if len(value) != 2:
-        raise ValueError(f"window={value!r} has {len(value)} entries; allowed is a pair (left, right), such as (1024, 0)")
+        raise ValueError(
+            f"window={value!r} has {len(value)} entries; allowed is a pair (left, right), such as (1024, 0)"
+        )
     sides = []
     for name, side in zip(("left", "right"), value, strict=True):
         keys = -1 if side is None else _integer(f"window's {name}", side)
@@ -346,13 +462,14 @@ def _window(value: Any) -> tuple[int, int] | None:
             )
         sides.append(min(keys, FAR))
     left, right = sides
-    return None if left == right == -1 else (left, right)
+    return left, right
 
 
 def _pattern(value: Any) -> None:
-    # Whoever holds a pattern has imported its module.
-    module = sys.modules.get(f"{__package__}.patterns")
-    if module is None or not isinstance(value, module.BlockPattern):
+    # Imported here, because most calls have none; whoever holds one has paid for it.
+    from .patterns import BlockPattern
+
+    if not isinstance(value, BlockPattern):
         raise TypeError(
             f"block_mask is a {kind_of(value)}; allowed is a streamkl_cupy.patterns.BlockPattern, which "
             f"patterns.from_dense makes of a boolean block matrix"

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy.numpy_backend import narrow, widen
-from streamkl_cupy.problem import INPUT_NAMES
+from streamkl_cupy.problem import INPUT_NAMES, MASK_ARRAYS
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows
 from streamkl_cupy.testing.problems import Case
@@ -129,6 +129,14 @@ class Backend:
         """The inputs of a case in its types."""
         return tuple(self.array(x, dtype) for x, dtype in zip(case.arrays, case.dtype_of_inputs, strict=True))
 
+    def mask_array(self, x: Array) -> Any:
+        """An array that a mask reads: int32 or bool."""
+        return self.xp.asarray(x)
+
+    def options(self, case: Case) -> dict[str, Any]:
+        """The options of a case, with arrays of this framework."""
+        return {name: self.mask_array(x) if name in MASK_ARRAYS else x for name, x in case.options.items()}
+
     def judge(
         self,
         case: Case,
@@ -147,7 +155,7 @@ class Backend:
         computed and not what it is. Returns the rows and the gradients as they came.
         """
         inputs = self.arrays(case) if arrays is None else arrays
-        options = {**case.options, **how}
+        options = {**self.options(case), **how}
         compute = "float64" if "float64" in case.dtypes else "float32"
         expected = reference.forward(*case.arrays, **case.options)
         calibration = reference.plain(
@@ -236,6 +244,9 @@ class Torch(Backend):
         # Through float64, so that the rounding is the one of the cast below.
         return self.xp.from_numpy(np.array(x, np.float64)).to(getattr(self.xp, dtype)).to(self.device)
 
+    def mask_array(self, x: Array) -> Any:
+        return self.xp.from_numpy(np.array(x)).to(self.device)
+
     def numpy(self, x: Any) -> Array:
         return np.asarray(x.detach().to("cpu", self.xp.float64).numpy())
 
@@ -270,6 +281,9 @@ class Jax(Backend):
     def array(self, x: Any, dtype: str) -> Any:
         host = bfloat16_bits(x).view(bfloat16()) if dtype == "bfloat16" else np.array(x, dtype)
         return self.xp.device_put(host, self.place)
+
+    def mask_array(self, x: Array) -> Any:
+        return self.xp.device_put(x, self.place)
 
     def numpy(self, x: Any) -> Array:
         return np.asarray(x).astype(np.float64)

@@ -14,12 +14,12 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import KLForward, KLGradients, api, arrays, calls, reduce
-from streamkl_cupy.problem import INPUT_NAMES, Options
+from streamkl_cupy.problem import INPUT_NAMES, MASK_ARRAYS, Options
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows
 from streamkl_cupy.testing.problems import make, upstream
 
-FUNCTIONS = [getattr(streamkl_cupy, name) for name in streamkl_cupy.__all__ if name[0].islower()]
+FUNCTIONS = [x for name in streamkl_cupy.__all__ if inspect.isfunction(x := getattr(streamkl_cupy, name))]
 LAYOUTS = ["bhnd", "bnhd"]
 
 
@@ -306,10 +306,12 @@ class FakeRunner:
     def backward_bytes(self, wrt: Any) -> int:
         return 0
 
-    def forward(self, inputs: Any, outputs: Any, stream: int) -> None:
+    def forward(self, inputs: Any, outputs: Any, stream: int, workspace: int = 0, masks: Any = None) -> None:
         pass
 
-    def backward(self, inputs: Any, saved: Any, outputs: Any, stream: int) -> None:
+    def backward(
+        self, inputs: Any, saved: Any, outputs: Any, stream: int, workspace: int = 0, masks: Any = None
+    ) -> None:
         pass
 
 
@@ -422,9 +424,11 @@ def test_torch_tensors_go_to_the_torch_front_with_every_argument(monkeypatch: py
     assert streamkl_cupy.attention_kl(x, x, x, x, teacher_scale=0.5, reduction="mean") == "done"
     assert seen == {
         **Options(teacher_scale=0.5)._asdict(),
+        **dict.fromkeys(MASK_ARRAYS),
         "row_weight": None,
         "reduction": "mean",
         "return_lse": False,
+        "dense_teacher_lse": None,
         "count": 4,
     }
 

@@ -91,9 +91,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         seen.append(("forward",))
         forward(self, *args)
 
-    def spy_backward(self: Any, inputs: Any, saved: Any, outputs: Any, stream: int) -> None:
+    def spy_backward(self: Any, inputs: Any, saved: Any, outputs: Any, *args: Any) -> None:
         seen.append(tuple(name for name, out in zip(INPUT_NAMES, outputs) if out is not None))
-        backward(self, inputs, saved, outputs, stream)
+        backward(self, inputs, saved, outputs, *args)
 
     monkeypatch.setattr(runner, "forward", spy_forward)
     monkeypatch.setattr(runner, "backward", spy_backward)

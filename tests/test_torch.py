@@ -17,7 +17,8 @@ front = importlib.import_module("streamkl_cupy.torch")
 attention_kl = front.attention_kl
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-DEFAULTS = (None, None, False, None, "bhnd", "highest", None)
+NO_MASK = (None, None, None, None)
+DEFAULTS = (None, None, False, None, "bhnd", "highest", None, None, None)
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -72,9 +73,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         seen.append(("forward",))
         forward(self, *args)
 
-    def spy_backward(self: Any, inputs: Any, saved: Any, outputs: Any, stream: int) -> None:
+    def spy_backward(self: Any, inputs: Any, saved: Any, outputs: Any, *args: Any) -> None:
         seen.append(tuple(name for name, out in zip(INPUT_NAMES, outputs) if out is not None))
-        backward(self, inputs, saved, outputs, stream)
+        backward(self, inputs, saved, outputs, *args)
 
     monkeypatch.setattr(runner, "forward", spy_forward)
     monkeypatch.setattr(runner, "backward", spy_backward)
@@ -87,10 +88,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("wanted", [(False, False, True, True), (True, True, True, True), (False, True, False, False)])
 def test_operators_pass_torchs_own_checks(device: str, wanted: tuple[bool, ...]) -> None:
     x = operands(device)
-    rows = front._forward_op(*x, *DEFAULTS)
-    torch.library.opcheck(front._forward_op, (*x, *DEFAULTS))
+    rows = front._forward_op(*x, *NO_MASK, *DEFAULTS)
+    torch.library.opcheck(front._forward_op, (*x, *NO_MASK, *DEFAULTS))
     grad = torch.ones_like(rows[0])
-    torch.library.opcheck(front._backward_op, (grad, *x, rows[1], rows[2], rows[0], list(wanted), *DEFAULTS))
+    torch.library.opcheck(front._backward_op, (grad, *x, rows[1], rows[2], rows[0], *NO_MASK, list(wanted), *DEFAULTS))
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
@@ -101,13 +102,13 @@ def test_fake_results_look_like_real_ones(dtype: Any, layout: str) -> None:
     x = operands(dtype=dtype)
     if layout == "bnhd":
         x = [t.transpose(1, 2) for t in x]
-    options = (None, 0.5, True, 3, layout, "highest", True)
-    real = front._forward_op(*x, *options)
-    grads = front._backward_op(real[0], *x, real[1], real[2], real[0], [True] * 4, *options)
+    options = (None, 0.5, True, 3, layout, "highest", True, [5, 0], None)
+    real = front._forward_op(*x, *NO_MASK, *options)
+    grads = front._backward_op(real[0], *x, real[1], real[2], real[0], *NO_MASK, [True] * 4, *options)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_x = [mode.from_tensor(t) for t in x]
-        fake = front._forward_op(*fake_x, *options)
-        fake_grads = front._backward_op(fake[0], *fake_x, *fake[1:], fake[0], [True] * 4, *options)
+        fake = front._forward_op(*fake_x, *NO_MASK, *options)
+        fake_grads = front._backward_op(fake[0], *fake_x, *fake[1:], fake[0], *NO_MASK, [True] * 4, *options)
     for a, b in zip((*real, *grads), (*fake, *fake_grads)):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
 
@@ -121,7 +122,7 @@ def test_importing_again_registers_again() -> None:
 
 def test_operator_called_directly_does_not_pretend_to_differentiate() -> None:
     x = operands(grad=["student_q"])
-    rows = front._forward_op(*x, *DEFAULTS)
+    rows = front._forward_op(*x, *NO_MASK, *DEFAULTS)
     with pytest.raises(RuntimeError):
         rows[0].sum().backward()
 

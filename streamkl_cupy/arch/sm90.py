@@ -105,7 +105,9 @@ class _Hopper(Family):
         if 0 in (problem.batch, problem.heads, problem.queries, problem.keys):
             return "a tensor map cannot be empty"
         if work.kind == "fused" and problem.mask.parts not in FUSED_MASKS:
-            return f"both gradients in one pass are built for the masks {[' and '.join(m) or 'none' for m in FUSED_MASKS]}"
+            return (
+                f"both gradients in one pass are built for the masks {[' and '.join(m) or 'none' for m in FUSED_MASKS]}"
+            )
         if work.rows_are_keys and problem.queries < MIN_STREAMED_QUERIES * max(problem.sequences, 1):
             return f"fewer than {MIN_STREAMED_QUERIES} queries do not fill its pipeline"
         for name in INPUT_NAMES:

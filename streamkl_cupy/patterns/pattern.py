@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -106,6 +107,7 @@ class BlockPattern:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        _register(self)
 
     def __hash__(self) -> int:
         return self._hash
@@ -319,6 +321,37 @@ class BlockPattern:
             return rule(left, right)
 
         return build(self._grid._replace(diagonal=diagonal), range(max(self.heads, other.heads)), lines)
+
+
+# Equal patterns may come and go in any order, so all that are alive are kept track of, not the first or the last one.
+_alive: dict[str, list[weakref.ref[BlockPattern]]] = {}
+_alive_lock = threading.RLock()  # re-entered where a collection inside the lock ends the life of a pattern
+
+
+def _register(pattern: BlockPattern) -> None:
+    digest = pattern.digest
+
+    def forget(reference: weakref.ref[BlockPattern]) -> None:
+        with _alive_lock:
+            _alive[digest].remove(reference)
+            if not _alive[digest]:
+                del _alive[digest]
+
+    with _alive_lock:
+        _alive.setdefault(digest, []).append(weakref.ref(pattern, forget))
+
+
+def pattern_of(digest: str) -> BlockPattern:
+    """A pattern that is alive, by its digest: for operators of frameworks, which can be handed a string only.
+
+    Raises:
+        RuntimeError: no such pattern is alive.
+    """
+    with _alive_lock:
+        found = [pattern for reference in _alive.get(digest, ()) if (pattern := reference()) is not None]
+    if not found:
+        raise RuntimeError("the block_mask of a compiled program no longer exists; keep the BlockPattern alive with it")
+    return found[0]
 
 
 class Grid(NamedTuple):

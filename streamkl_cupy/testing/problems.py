@@ -84,7 +84,8 @@ def make(
 ) -> Case:
     """Inputs of the recipe `name`, rounded to `dtypes` (one name, or teacher's and student's), with the options to use.
 
-    `options` are passed on to the call and go before the recipe's own.
+    `options` are passed on to the call and go before the recipe's own. With `cu_seqlens_q` the inputs are packed: M and
+    N count the rows and keys of all sequences, B is 1.
     """
     recipe = RECIPES[name]
     shape = Shape(B, H, M, N, D_t, D_t if D_s is None else D_s, teacher_key_heads or H, student_key_heads or H)
@@ -92,8 +93,10 @@ def make(
     arrays, own = recipe.make(np.random.default_rng(seed), shape)
     types = (pair[0], pair[0], pair[1], pair[1])
     a, b, c, d = (rounded(x, dtype) for x, dtype in zip(arrays, types, strict=True))
-    if layout == "bnhd":
+    if layout == "bnhd" or "cu_seqlens_q" in options:
         a, b, c, d = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (a, b, c, d))
+    if "cu_seqlens_q" in options:
+        a, b, c, d = (x[0] for x in (a, b, c, d))
     return Case(
         name, (a, b, c, d), {**own, "layout": layout, **options}, pair, recipe.hard, recipe.hard or recipe.cancels
     )

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..divergences import DIVERGENCES, log_sum_exp
 from ..numpy_backend import narrow, widen
+
+if TYPE_CHECKING:
+    from ..patterns import BlockPattern
 
 Array = NDArray[Any]
 
@@ -81,9 +85,10 @@ def forward(
 ) -> Rows:
     """Dense float64 forward. `options` are those of `attention_kl` that change the value of a row."""
     call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
-    entry, visible = DIVERGENCES[divergence], call.visible
+    entry = DIVERGENCES[divergence]
     out = Rows(*(np.empty(call.row_shape) for _ in Rows._fields))
     for index, _, teacher, student in call.heads():
+        visible = call.visible[index]
         d_teacher, d_student = entry.logit_gradients(teacher.logits, student.logits, visible)
         sizes = teacher.sizes, student.sizes
         with np.errstate(invalid="ignore"):
@@ -120,15 +125,15 @@ def backward(
     call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
     upstream = call.canonical_rows(exact(grad))
     value, magnitude, noise, sensitivity = (call.zeros() for _ in Gradients._fields)
-    seen = call.visible.any(axis=-1)
     entry = DIVERGENCES[divergence]
     for index, keys, teacher, student in call.heads():
-        signed = entry.logit_gradients(teacher.logits, student.logits, call.visible)
-        terms = entry.logit_magnitudes(teacher.logits, student.logits, call.visible)
-        weight = np.where(seen, upstream[index], 0)[:, None]
+        visible = call.visible[index]
+        signed = entry.logit_gradients(teacher.logits, student.logits, visible)
+        terms = entry.logit_magnitudes(teacher.logits, student.logits, visible)
+        weight = np.where(visible.any(axis=-1), upstream[index], 0)[:, None]
         with np.errstate(invalid="ignore", over="ignore"):
             for side, half, d, size, key in zip((0, 2), (teacher, student), signed, terms, keys, strict=True):
-                d, size = (np.where(call.visible, weight * half.scale * x, 0) for x in (d, size))
+                d, size = (np.where(visible, weight * half.scale * x, 0) for x in (d, size))
                 for into, dx, q, k in (
                     (value, d, half.q, half.k),
                     (magnitude, np.abs(size), np.abs(half.q), np.abs(half.k)),
@@ -139,6 +144,57 @@ def backward(
                     into[side + 1][key] += dx.T @ q
     noise = [np.sqrt(x) for x in noise]
     return Gradients(*(call.callers_inputs(x) for x in (value, magnitude, noise, sensitivity)))
+
+
+def visible(
+    B: int,
+    H: int,
+    M: int,
+    N: int,
+    *,
+    causal: bool = False,
+    q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: ArrayLike | None = None,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
+    key_mask: ArrayLike | None = None,
+    block_mask: BlockPattern | None = None,
+) -> Array:
+    """The dense boolean mask that the options of `attention_kl` stand for, to broadcast to (B, H, M, N).
+
+    It says anew what masks.py says for tiles, so that each can be held against the other. M and N of packed sequences
+    count all of them.
+    """
+
+    def band(m: int, n: int) -> Array:
+        distance = np.arange(n) - np.arange(m)[:, None] - (n - m if q_offset is None else q_offset)
+        left, right = window or (None, None)
+        seen = np.ones((m, n), np.bool_)
+        if causal:
+            seen &= distance <= 0
+        if left is not None and left != -1:
+            seen &= distance >= -left
+        if right is not None and right != -1:
+            seen &= distance <= right
+        return seen
+
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        seen = np.zeros((M, N), np.bool_)
+        for (q0, q1), (k0, k1) in zip(*(pairwise(np.asarray(x).tolist()) for x in (cu_seqlens_q, cu_seqlens_k))):
+            seen[q0:q1, k0:k1] = band(q1 - q0, k1 - k0)
+    else:
+        seen = band(M, N)
+    seen = seen[None, None]
+    if key_lengths is not None:
+        seen = seen & (np.arange(N) < np.asarray(key_lengths)[:, None, None, None])
+    if key_mask is not None:
+        seen = seen & np.atleast_2d(np.asarray(key_mask))[:, None, None, :]
+    if block_mask is not None:
+        blocks = block_mask.dense()
+        rows = np.repeat(blocks, block_mask.query_block, axis=1)[:, :M]
+        seen = seen & np.repeat(rows, block_mask.key_block, axis=2)[:, :, :N]
+    return seen
 
 
 def reduce(kl: Array, teacher_lse: Array, row_weight: ArrayLike | None, reduction: str) -> Array:
@@ -174,11 +230,12 @@ def plain(
     upstream = call.canonical_rows(exact(grad)).astype(np.float32)
     rows, value = np.empty(call.row_shape, np.float32), call.zeros()
     for index, keys, teacher, student in call.heads(np.float32):
-        log_p, log_q = (_log_softmax(half.logits, call.visible) for half in (teacher, student))
-        row = (np.where(call.visible, np.exp(log_p), np.float32(0)) * (log_p - log_q)).sum(axis=-1)
+        visible = call.visible[index]
+        log_p, log_q = (_log_softmax(half.logits, visible) for half in (teacher, student))
+        row = (np.where(visible, np.exp(log_p), np.float32(0)) * (log_p - log_q)).sum(axis=-1)
         rows[index] = row
-        log_p, log_q = (_from_saved(half.logits, call.visible) for half in (teacher, student))
-        p, q = (np.where(call.visible, np.exp(x), np.float32(0)) for x in (log_p, log_q))
+        log_p, log_q = (_from_saved(half.logits, visible) for half in (teacher, student))
+        p, q = (np.where(visible, np.exp(x), np.float32(0)) for x in (log_p, log_q))
         d_logits = p * (log_p - log_q - row[:, None]), q - p
         for side, half, d, key, dtype in zip((0, 2), (teacher, student), d_logits, keys, dtypes, strict=True):
             d = rounded(upstream[index][:, None] * d, dtype)
@@ -228,12 +285,11 @@ class _Call:
         *,
         teacher_scale: float | None = None,
         student_scale: float | None = None,
-        causal: bool = False,
-        q_offset: int | None = None,
         layout: str = "bhnd",
+        **mask: Any,
     ) -> None:
         arrays = [np.asarray(x) for x in inputs]
-        self._swap = layout == "bnhd" and arrays[0].ndim > 2
+        self._swap = (layout == "bnhd" and arrays[0].ndim > 2) or "cu_seqlens_q" in mask
         self._rank = arrays[0].ndim
         self._inputs = [self._canonical(exact(x), 1) for x in arrays]
         self._shapes = [x.shape for x in self._inputs]
@@ -243,11 +299,8 @@ class _Call:
         self._scales = tuple(
             1 / math.sqrt(dim) if scale is None else float(scale) for scale, dim in zip(given, dims, strict=True)
         )
-        m, n = self.row_shape[2], self._inputs[1].shape[2]
-        params = {"q_offset": n - m if q_offset is None else q_offset}
-        self.visible = np.ones((m, n), np.bool_)
-        if causal:
-            self.visible &= np.arange(n) <= np.arange(m)[:, None] + params["q_offset"]
+        shape = (*self.row_shape, self._shapes[1][2])
+        self.visible = np.broadcast_to(visible(*shape, **mask), shape)
 
     def _canonical(self, x: Array, trailing: int) -> Array:
         lead = x.ndim - trailing
