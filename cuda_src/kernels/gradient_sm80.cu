@@ -273,10 +273,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     }
 
     constexpr int bytes = OutElement::kBytes;
-    const int first_out = kRowsAreQueries ? place.first_query : place.first_key;
+    Block again = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
+    const Place here = Mask::locate(n, first_head, again.tile);  // found anew: registers are dear in the loop
+    const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
     const u64 head_base =
         args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
-    const Mask mask(n, place, block.batch, first_head);
+    const Mask mask(n, here, block.batch, first_head);
 #pragma unroll
     for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
@@ -290,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             } else if constexpr (OutElement::kNarrowExponent) {
                 factor *= power_of_two(exponent - kTopExponent);
             }
-            if (r >= row_count) continue;
+            if (r >= (kRowsAreQueries ? here.queries : here.keys)) continue;
 #pragma unroll
             for (int d = 0; d < kOutTiles; ++d) {
                 const int column = 8 * d + 2 * (lane & 3);
