@@ -273,3 +273,12 @@ def one_block(walk: Walker, parts: tuple[str, ...], rows: int, columns: int, que
         assert broken == 0, about
         assert (written == 1).all(), about
         np.testing.assert_array_equal(seen, dense, err_msg=about)
+        if len(parts) <= 1 and not packed:
+            assert visits.value == touched(dense if queries else dense.swapaxes(2, 3), rows, columns), about
+
+
+def touched(dense: Any, rows: int, columns: int) -> int:
+    """How many tiles have a visible pair."""
+    padded = np.pad(dense, [(0, 0), (0, 0), (0, -dense.shape[2] % rows), (0, -dense.shape[3] % columns)])
+    b, h, m, n = padded.shape
+    return int(padded.reshape(b, h, m // rows, rows, n // columns, columns).any(axis=(3, 5)).sum())
