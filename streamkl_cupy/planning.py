@@ -107,7 +107,7 @@ class Plan:
     combine: KernelPlan | None = None
     """Joins the shares of a forward whose keys are split."""
     workspace_bytes: int = 0
-    """What a forward works in: the mask's bytes, and partial row states where keys are split, which it otherwise are not."""
+    """What a forward works in: the mask's bytes, and the partial row states of split keys; without them it runs unsplit."""
     key_bits: KernelPlan | None = None
     """Packs a mask of keys to bits before any other kernel runs."""
     mask_bytes: int = 0
@@ -291,7 +291,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
 
 
 def _key_tiles(problem: Problem, tile: TileRow) -> int:
-    """Key tiles that the longest row tile visits, as far as is known here: sequences count as equally long, keys as there."""
+    """Key tiles that the longest row tile visits, as far as is known here: sequences count as equally long."""
     mask, shares = problem.mask, max(problem.sequences, 1)
     queries, keys = -(-problem.queries // shares), -(-problem.keys // shares)
     params = dict(mask.params)
@@ -358,7 +358,7 @@ def _key_bits(problem: Problem, facts: DeviceFacts) -> KernelPlan | None:
     major, minor = facts.compute_capability
     constants = {"SKL_ARGS_BYTES": ARGS_BYTES["key_bits"], "SKL_THREADS": threads}
     return KernelPlan(
-        name="key bits",
+        name="key_bits",
         family="any",
         reason="",
         entry="kernels/key_bits.cu",
