@@ -173,7 +173,8 @@ def entries(
                 passes = [fused.kernels[1] for fused in plan.fused] + ([plan.key_bits] if plan.key_bits else [])
                 for kernel in (plan.forward, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.
-                    found.setdefault(replace(kernel, tiles=0, blocks=0), Entry(f"{kernel.name} {label}", kernel))
+                    compiled = replace(kernel, tiles=0, blocks=0, head_group=1, splits=1)
+                    found.setdefault(compiled, Entry(f"{kernel.name} {label}", kernel))
     return list(found.values()), refused
 
 
