@@ -95,8 +95,10 @@ def workspace_bytes(work: Work) -> int:
 
 
 def query_tiles(work: Work) -> int:
-    """Tiles of queries, which are also the blocks per head of the kernels before and after; with packed sequences as many
-    as any lengths need."""
+    """Tiles of queries, which are also the blocks per head of the kernels before and after.
+
+    With packed sequences as many as any lengths need.
+    """
     problem = work.problem
     if problem.sequences:
         return problem.queries // COLUMNS + problem.sequences + 1
