@@ -14,11 +14,11 @@
 //
 // Main kernel:
 //
-//   block     kRows = 2 x 64 keys of one own key head, resident in shared memory
+//   block     kRows keys of one own key head, resident in shared memory
 //   producer  one thread; streams queries, kColumns at a time: other side and own side through a ring each, the own one
 //             with the terms. Other keys are loaded anew where the query head reads other ones
-//   consumers two warpgroups, 64 keys each: both scores, transposed (keys x queries), become dX^T, which is operand A of
-//             dK from registers, and goes through shared memory to
+//   consumers two warpgroups, 64 of every 128 keys each: both scores, transposed (keys x queries), become dX^T, which is
+//             operand A of dK from registers, and goes through shared memory to
 //   dQ        one warpgroup: dX (read transposed) times the own keys, 64 columns at a time; each warp stages its rows in
 //             shared memory and has the copy engine add them to the sums
 //
@@ -33,8 +33,7 @@
 //   handed[i]      one per consumer warp       dQ: tile i of dX is complete
 //   taken[i]       one per warp of dQ          consumers: tile i of dX may be overwritten
 //
-// Consumers never wait for one another. With kAhead a consumer multiplies the other side's next tile while it works on
-// this one. An element type of narrow exponent gets dX twice: with g, scaled by one power of two per key block, for dK, and
+// An element type of narrow exponent gets dX twice: with g, scaled by one power of two per key block, for dK, and
 // without g, scaled by one per row, for dQ; `finish` multiplies g in.
 #include "common/args.cuh"
 #include "common/config.cuh"
@@ -71,14 +70,17 @@ constexpr int kTiles = kColumns / 8;
 constexpr int kOwnRing = SKL_STAGES, kOtherRing = SKL_OTHER_STAGES;
 constexpr int kHandovers = SKL_HANDOVERS;  // tiles of dX between the consumers and dQ
 constexpr int kStagings = SKL_STAGINGS;    // buffers between dQ and the copy engine
-constexpr bool kAhead = SKL_AHEAD;
 constexpr bool kNarrow = E::kNarrowExponent;         // gradients of logits are scaled by powers of two
 constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^(kTopExponent - exponent)
 
+constexpr int kFinishThreads = 128;
+constexpr int kTurnBarrier = kGroups + 2;  // one per consumer; those before are the warpgroups' own
 constexpr int kOutTiles = 2 * Own::kSteps;  // tiles of 8 columns of dK
 
 constexpr int kOwnTileBytes = Own::bytes(kColumns), kOtherTileBytes = Other::bytes(kColumns);
-constexpr int kHandoverBytes = kRows * kColumns * 2;
+constexpr int kSubs = kWarpTiles;             // a consumer works on 64 of every 128 keys of the block
+constexpr int kSubRows = kRows / kSubs;
+constexpr int kHandoverBytes = kSubRows * kColumns * 2;
 constexpr int kStagingBytes = 64 * kColumns * 4;
 constexpr int kTermBytes = 4 * Terms::kFloats;
 
@@ -94,9 +96,15 @@ constexpr int kBarriersAt = kTermsAt + kOwnRing * kTermBytes;
 constexpr int kBarriers = 3 + 2 * (kOtherRing + kOwnRing + kHandovers);
 
 static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
-static_assert(kWarpTiles == 1 && kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
+static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
+static_assert(kSubs == 1 || (kSubs == 2 && Own::kChunks == 1), "plan: registers hold two gradients of up to 64 columns");
 static_assert(sizeof(HopperFusedArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperFusedArgs differ");
 static_assert(1024 + kBarriersAt + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
+
+template <int N>
+struct Value {
+    static constexpr int value = N;
+};
 
 using Scores = float[kTiles][4];  // of one consumer thread: accumulators of keys x queries
 
@@ -104,6 +112,12 @@ using Scores = float[kTiles][4];  // of one consumer thread: accumulators of key
 __device__ inline int plain_exponent(const RowTerms& x) { return kTopExponent - 1 - exponent_of(Logit::bound(x.value)); }
 __device__ inline float plain_scale(const RowTerms& x) { return power_of_two(plain_exponent(x)); }
 __device__ inline float plain_unscale(const RowTerms& x) { return power_of_two(-plain_exponent(x)); }
+
+__device__ inline u32 pack(float lo, float hi) {
+    u32 planes[1];
+    E::split(lo, hi, planes);
+    return planes[0];
+}
 
 struct Workspace {
     float* sums;
@@ -114,13 +128,17 @@ struct Workspace {
     __device__ explicit Workspace(const FusedArgs& args) {
         const Extents& n = args.base.n;
         heads = n.heads;
-        tiles = ceil_div(n.queries, kColumns);
+        // As many as masks/packed.cuh has for any lengths of sequences.
+        tiles = n.sequences > 0 ? n.queries / kColumns + n.sequences + 1 : ceil_div(n.queries, kColumns);
         const i64 entries = static_cast<i64>(n.batch * heads) * tiles;
         sums = reinterpret_cast<float*>(args.workspace);
         terms = sums + entries * (kColumns * Own::kDim);
         exponents = reinterpret_cast<int*>(terms + entries * Terms::kFloats);
     }
-    __device__ i64 entry(int b, int h, int tile) const { return static_cast<i64>(b * heads + h) * tiles + tile; }
+    // Of a tile of 64 queries, counted in its place.
+    __device__ i64 entry(int b, int h, const Place& place, int tile) const {
+        return static_cast<i64>(b * heads + h) * tiles + place.first_query / kColumns + place.sequence + tile;
+    }
 };
 
 // Tiles of 8 columns in a 64-column chunk of the sums, and where thread `thread` of the dQ warpgroup has its four elements
@@ -130,29 +148,32 @@ __device__ inline int sum_index(int chunk, int tile, int thread) {
     return chunk * 64 * kColumns + ((thread / 32 * sum_tiles(chunk) + tile) * 32 + thread % 32) * 4;
 }
 
-// Which (batch, head, tile) of the workspace a block of the small kernels has.
+// Which (batch, head, tile) of the workspace a block of the small kernels has; the tile is counted in its place.
 struct Entry {
+    i64 index;
     int batch, head, tile;
-    __device__ explicit Entry(const Workspace& space) {
+    Place place;
+    __device__ Entry(const Workspace& space, const Extents& n) {
+        index = blockIdx.x;
         const int pair = blockIdx.x / space.tiles;
         tile = blockIdx.x % space.tiles;
         batch = pair / space.heads;
         head = pair % space.heads;
+        place = Mask::locate<kColumns, true>(n, head, tile);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(128) streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Workspace space(all.fused);
-    const Entry at(space);
-    const i64 entry = space.entry(at.batch, at.head, at.tile);
+    const Entry at(space, args.n);
 
-    float4* const sums = reinterpret_cast<float4*>(space.sums + entry * (kColumns * Own::kDim));
+    float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * (kColumns * Own::kDim));
 #pragma unroll
     for (int i = 0; i < kColumns * Own::kDim / 4 / 128; ++i) sums[threadIdx.x + 128 * i] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (threadIdx.x >= 32) return;
 
-    const Mask mask(args.n);
+    const Mask mask(args.n, at.place, at.batch, at.head);
     int top = kLowestExponent;
 #pragma unroll
     for (int j = threadIdx.x; j < kColumns; j += 32) {
@@ -160,53 +181,45 @@ extern "C" __global__ void __launch_bounds__(128) streamkl_fused_prepare(const _
         const int e = exponent_of(x.weight * Logit::bound(x.value));
         if (e < 127) top = max(top, e);
         if constexpr (kNarrow) x.weight *= plain_unscale(x);
-        Terms::write(space.terms + entry * Terms::kFloats, j, x);
+        Terms::write(space.terms + at.index * Terms::kFloats, j, x);
     }
     if constexpr (kNarrow) {
         top = __reduce_max_sync(~0u, top);
-        if (threadIdx.x == 0) space.exponents[entry] = top;
+        if (threadIdx.x == 0) space.exponents[at.index] = top;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128) streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
+extern "C" __global__ void __launch_bounds__(kFinishThreads) streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Tensor4& out = all.fused.out_q;
     const Workspace space(all.fused);
-    const Entry at(space);
-    const i64 entry = space.entry(at.batch, at.head, at.tile);
-    const float* const sums = space.sums + entry * (kColumns * Own::kDim);
-    const Mask mask(args.n);
-    const int row = threadIdx.x / 32 * 16 + lane_id() / 4;
-
-    float factor[2];
-    u64 address[2];
-    bool inside[2];
+    const Entry at(space, args.n);
+    const float* const sums = space.sums + at.index * (kColumns * Own::kDim);
+    const Mask mask(args.n, at.place, at.batch, at.head);
+    // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are the
+    // upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
+    constexpr int kParts = Own::kDim / 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int r = row + 8 * half, q = at.tile * kColumns + r;
-        factor[half] = Logit::kFactor * args.out_scale;
-        if constexpr (kNarrow) {
-            const RowTerms x = read_terms<Logit>(args, mask, at.batch, at.head, q);
-            factor[half] *= x.weight * plain_unscale(x);
+    for (int i = threadIdx.x; i < 32 * kParts; i += kFinishThreads) {
+        const int part = i % kParts, quad = i / kParts, upper = quad / 8 * 16 + quad % 8, chunk = part / 8;
+        const float4* const from = reinterpret_cast<const float4*>(sums + sum_index(chunk, part % 8, quad * 4));
+        const float4 x[4] = {from[0], from[1], from[2], from[3]};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int q = at.tile * kColumns + upper + 8 * half;
+            if (q >= at.place.queries) continue;
+            float factor = Logit::kFactor * args.out_scale;
+            if constexpr (kNarrow) {
+                const RowTerms row = read_terms<Logit>(args, mask, at.batch, at.head, q);
+                factor *= row.weight * plain_unscale(row);
+            }
+            u32 packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
+            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head + (at.place.first_query + q) * out.row + 8 * part) * E::kBytes;
+            *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
-        address[half] = out.pointer + (at.batch * out.batch + at.head * out.head + q * out.row + 2 * (lane_id() & 3)) * E::kBytes;
-        inside[half] = q < args.n.queries;
     }
-#pragma unroll
-    for (int c = 0; c < Own::kChunks; ++c)
-#pragma unroll
-        for (int d = 0; d < sum_tiles(c); ++d) {
-            const float4 x = *reinterpret_cast<const float4*>(sums + sum_index(c, d, threadIdx.x));
-            const int column = (64 * c + 8 * d) * E::kBytes;
-            if (inside[0]) E::store_pair(address[0] + column, x.x * factor[0], x.y * factor[0]);
-            if (inside[1]) E::store_pair(address[1] + column, x.z * factor[1], x.w * factor[1]);
-        }
-}
-
-__device__ inline u32 pack(float lo, float hi) {
-    u32 planes[1];
-    E::split(lo, hi, planes);
-    return planes[0];
 }
 
 // dX^T with g of one consumer thread as operand A, a fragment per 16 queries.
@@ -215,12 +228,21 @@ using Gradients = u32[kTiles / 2][4];
 // Puts one fragment where the dQ warpgroup reads: 16 queries further are 32 bytes further in the row, under the swizzle too.
 __device__ inline void hand_over(u32 hand, int k, const u32 (&fragment)[4]) { stmatrix_x4(hand ^ (k << 5), fragment); }
 
-// With MASKED the pairs that are not visible are set to zero after the fact, whatever came out for them. Two instances,
-// because a test inside one would be turned into selections that every tile pays for. What a narrow type hands over is
-// handed over here: there are no registers to keep it.
-template <bool MASKED>
+// What a tile shows of itself, where that is all; else it is asked for the columns and rows of the lane's accumulators.
+struct Everything {
+    __device__ bool operator()(int, int) const { return true; }
+};
+template <class Visible>
+constexpr bool kMasks = true;
+template <>
+constexpr bool kMasks<Everything> = false;
+
+// Pairs that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
+// one would be turned into selections that every tile pays for. What a narrow type hands over is handed over here: there are
+// no registers to keep it.
+template <class Visible>
 __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& other, Scores& own, u32 terms, float lift,
-                                       const Mask& mask, int key, int first_query, float ct, float cs) {
+                                       Visible visible, float ct, float cs) {
     const int pair = lane_id() & 3;
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
@@ -232,8 +254,8 @@ __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& o
             const float t = kSide == kTeacher ? own[c][e] : other[c][e], s = kSide == kTeacher ? other[c][e] : own[c][e];
             float dx = Logit::evaluate(fmaf(t, ct, -row.lse_t), fmaf(s, cs, -row.lse_s), row.value);
             dx *= kNarrow ? plain_scale(row) : row.weight;
-            if constexpr (MASKED) {
-                if (!mask.visible(first_query + 8 * c + 2 * pair + (e & 1), key + 8 * (e >> 1))) dx = 0.f;
+            if constexpr (kMasks<Visible>) {
+                if (!visible(8 * c + 2 * pair + (e & 1), 8 * (e >> 1))) dx = 0.f;
             }
             own[c][e] = dx;
         }
@@ -253,7 +275,7 @@ __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& o
                 for (int e = 0; e < 4; ++e) {
                     float& dx = own[2 * k + half][e];
                     // An infinite weight must not make a pair that is not visible count.
-                    dx = MASKED && dx == 0.f ? 0.f : dx * (x[e & 1].weight * lift);
+                    dx = kMasks<Visible> && dx == 0.f ? 0.f : dx * (x[e & 1].weight * lift);
                 }
             }
         }
@@ -269,8 +291,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     const int own_group = kSide == kTeacher ? n.teacher_group : n.student_group;
     const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
     const int own_heads = n.heads / own_group;
-    const Block block = block_of(n, own_heads, n.batch * own_heads, false);
-    const Mask mask(n);
+    Block block = block_of(n, own_heads, n.batch * own_heads, false);
+    const int first_head = block.head * own_group, end_head = first_head + own_group;
+    const Place place = Mask::locate(n, first_head, block.tile);
+    const int first_key = block.tile * kRows;
+    if (Mask::kRagged && first_key >= place.keys) return;
+    const Range block_keys{first_key, min(first_key + kRows, place.keys)};
+    const auto walk_of = [&](int head) {
+        const Mask mask(n, place, block.batch, head);
+        return Cursor<Mask>(mask, block_keys, mask.steps_of(first_key, covering(mask.queries_of(first_key, block_keys.end), kColumns)));
+    };
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     const int lane = lane_id();
@@ -300,10 +330,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     }
     __syncthreads();
 
-    const int first_key = block.tile * kRows;
-    const Range queries = mask.queries_of(first_key, min(first_key + kRows, n.keys));
-    const int first_tile = queries.begin / kColumns, tiles = queries.empty() ? 0 : ceil_div(queries.end, kColumns) - first_tile;
-    const int first_head = block.head * own_group, end_head = first_head + own_group;
     // Whether other keys must be loaded before the head's first tile.
     const auto new_keys = [&](int head) { return head == first_head || head % other_group == 0; };
 
@@ -319,18 +345,19 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             RingCursor<kOtherRing> at_other;
             RingCursor<kOwnRing> at_own;
             mbarrier_expect(own_keys, Own::bytes(kRows));
-            load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, first_key, block.head, block.batch);
+            load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, place.first_key + first_key, block.head,
+                                block.batch);
             for (int head = first_head; head < end_head; ++head) {
                 if (new_keys(head)) {
                     mbarrier_wait(keys_empty, at_keys.parity ^ 1);
                     mbarrier_expect(keys_full, Other::bytes(kRows));
-                    load_chunks<kRows>(base + kOtherKeysAt, other_k, keys_full, 0, Other::kChunks, first_key, head / other_group,
-                                       block.batch);
+                    load_chunks<kRows>(base + kOtherKeysAt, other_k, keys_full, 0, Other::kChunks, place.first_key + first_key,
+                                       head / other_group, block.batch);
                     at_keys.advance();
                 }
-                const float* terms = space.terms + space.entry(block.batch, head, first_tile) * Terms::kFloats;
-                for (int i = 0; i < tiles; ++i) {
-                    const int query = (first_tile + i) * kColumns;
+                const float* const terms = space.terms + space.entry(block.batch, head, place, 0) * Terms::kFloats;
+                for (Cursor<Mask> walk = walk_of(head); walk.more(); walk.next()) {
+                    const int query = place.first_query + walk.row();
                     mbarrier_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
                     const u32 other = other_full + 8 * at_other.slot;
                     mbarrier_expect(other, kOtherTileBytes);
@@ -342,7 +369,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                     mbarrier_expect(own, kOwnTileBytes + kTermBytes);
                     load_chunks<kColumns>(base + kOwnAt + at_own.slot * kOwnTileBytes, own_q, own, 0, Own::kChunks, query, head,
                                           block.batch);
-                    bulk_load(base + kTermsAt + at_own.slot * kTermBytes, terms + i * Terms::kFloats, kTermBytes, own);
+                    bulk_load(base + kTermsAt + at_own.slot * kTermBytes, terms + static_cast<i64>(walk.tile()) * Terms::kFloats, kTermBytes,
+                              own);
                     at_own.advance();
                 }
             }
@@ -354,9 +382,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         registers_lower<SKL_DQ_REGISTERS>();
         mbarrier_wait(own_keys, 0);
         const int thread = threadIdx.x & 127;
-        const Range seen = mask.keys_of(0, n.queries);
-        if (seen.begin > first_key || seen.end < min(first_key + kRows, n.keys))
-            clear_rows<kRows, Own::kChunks>(base + kOwnKeysAt, first_key, seen, 1 + group);
+        clear_non_finite<E, kRows, Own::kChunks>(base + kOwnKeysAt, 1 + group);
 
         const u64 gradients = swizzled_descriptor(base + kHandoverAt), keys = swizzled_descriptor(base + kOwnKeysAt, kRows * 128);
         const u32 staging = base + kStagingAt;
@@ -364,21 +390,27 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         RingCursor<kHandovers> at;
         RingCursor<kStagings> stage;
         for (int head = first_head; head < end_head; ++head) {
-            float* sums = space.sums + space.entry(block.batch, head, first_tile) * (kColumns * Own::kDim);
-            for (int i = 0; i < tiles; ++i) {
-                mbarrier_wait(handed + 8 * at.slot, at.parity);
+            float* const head_sums = space.sums + space.entry(block.batch, head, place, 0) * (kColumns * Own::kDim);
+            for (Cursor<Mask> walk = walk_of(head); walk.more(); walk.next()) {
+                float* const sums = head_sums + static_cast<i64>(walk.tile()) * (kColumns * Own::kDim);
 #pragma unroll
                 for (int c = 0; c < Own::kChunks; ++c) {
                     float part[8][4];  // kColumns queries x 64 columns of dQ
-                    wgmma_fence();
 #pragma unroll
-                    for (int k = 0; k < kRows / 16; ++k)
-                        wgmma<Own::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kHandoverBytes + k * 2048) >> 4),
-                                                keys + ((c * kRows * 128 + k * 2048) >> 4), k > 0);
-                    wgmma_commit();
-                    wgmma_wait<0>();
-                    settle(part);
-                    if (c == Own::kChunks - 1 && lane == 0) mbarrier_arrive(taken + 8 * at.slot);
+                    for (int sub = 0; sub < kSubs; ++sub) {
+                        mbarrier_wait(handed + 8 * at.slot, at.parity);
+                        wgmma_fence();
+#pragma unroll
+                        for (int k = 0; k < kSubRows / 16; ++k)
+                            wgmma<Own::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kHandoverBytes + k * 2048) >> 4),
+                                                    keys + ((c * kRows * 128 + (sub * kSubRows + 16 * k) * 128) >> 4), sub + k > 0);
+                        wgmma_commit();
+                        wgmma_wait<0>();
+                        settle(part);
+                        if (c < Own::kChunks - 1) continue;
+                        if (lane == 0) mbarrier_arrive(taken + 8 * at.slot);
+                        at.advance();
+                    }
 
                     // The warp's own part of the buffer: no other warp is waited for.
                     const u32 mine = staging + stage.slot * kStagingBytes + thread / 32 * (kStagingBytes / 4);
@@ -394,8 +426,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                     }
                     stage.advance();
                 }
-                sums += kColumns * Own::kDim;
-                at.advance();
             }
         }
         if (lane == 0) bulk_wait();
@@ -403,19 +433,22 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     }
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
-    const int group_key = first_key + 64 * group, group_row = 64 * group + 16 * ((threadIdx.x / 32) & 3);
-    const int key = first_key + group_row + lane / 4;
+    // Of every kSubRows keys the consumer has 64, and of these the warp 16.
+    const int group_key = first_key + 64 * group, warp_row = 64 * group + 16 * ((threadIdx.x / 32) & 3);
+    const int key = first_key + warp_row + lane / 4;
     const float ct = args.teacher_scale, cs = args.student_scale;
     // Where this lane puts its part of dX^T: row lane % 16 of the warp's 16 keys, one half of 16 queries.
-    const int hand_row = group_row + (lane & 15);
+    const int hand_row = warp_row + (lane & 15);
     const u32 hand_start = base + kHandoverAt + hand_row * 128 + (((lane >> 4) ^ (hand_row & 7)) << 4);
 
     float lift = 1.f;  // narrow types: what weights are multiplied by, a power of two
     if constexpr (kNarrow) {
         const Workspace space(all.fused);
         int exponent = kLowestExponent;
-        const int* exponents = space.exponents + space.entry(block.batch, first_head, 0);
-        for (i64 i = lane; i < static_cast<i64>(own_group) * space.tiles; i += 32) exponent = max(exponent, exponents[i]);
+        for (int head = first_head; head < end_head; ++head) {
+            const int* const exponents = space.exponents + space.entry(block.batch, head, place, 0);
+            for (int i = lane; i < ceil_div(place.queries, kColumns); i += 32) exponent = max(exponent, exponents[i]);
+        }
         lift = power_of_two(kTopExponent - __reduce_max_sync(~0u, exponent));
     }
 
@@ -431,111 +464,199 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         if (lane == 0) mbarrier_arrive(barrier);
     };
 
-    float out[kOutTiles][4];
+    float out[kSubs][kOutTiles][4];
 #pragma unroll
-    for (int i = 0; i < 4 * kOutTiles; ++i) out[i / 4][i % 4] = 0.f;
-    Scores other_a, other_b, own;
-    Scores& other_next = kAhead ? other_b : other_a;
+    for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] = 0.f;
+    Scores other, own;
     mbarrier_wait(own_keys, 0);
 
-    const auto multiply_other = [&](Scores& scores) {
+    const auto multiply_other = [&](int sub) {
         mbarrier_wait(other_full + 8 * at_other.slot, at_other.parity);
         wgmma_fence();
         const u64 tile = ring_other + static_cast<u64>(at_other.slot * (kOtherTileBytes >> 4));
-        multiply_rows<Other, kRows, Other::kChunks>(scores, keys_other, tile, 0);
+        multiply_rows<Other, kRows, Other::kChunks>(other, keys_other + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
         wgmma_commit();
     };
-    const auto multiply_own = [&] {
+    const auto multiply_own = [&](int sub) {
         mbarrier_wait(own_full + 8 * at_own.slot, at_own.parity);
         wgmma_fence();
         const u64 tile = ring_own + static_cast<u64>(at_own.slot * (kOwnTileBytes >> 4));
-        multiply_rows<Own, kRows, Own::kChunks>(own, keys_own, tile, 0);
+        multiply_rows<Own, kRows, Own::kChunks>(own, keys_own + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
         wgmma_commit();
     };
-    const auto other_done = [&] {
+    const auto other_done = [&](int sub) {
+        if (sub < kSubs - 1) return;
         release(other_empty + 8 * at_other.slot);
         at_other.advance();
     };
-    // Works on tile i, whose scores are `now` and `own`, and leaves those of the next one in `next` and `own`.
-    const auto step = [&](int i, Scores& now, Scores& next) {
-        const int query = (first_tile + i) * kColumns, slot = at_own.slot;
-        const u32 terms = base + kTermsAt + slot * kTermBytes;
-        const bool more = i + 1 < tiles;
-        at_own.advance();
-        if (kAhead && more) multiply_other(next);
-
+    const auto own_done = [&](int slot, int sub) {
+        if (sub == kSubs - 1) release(own_empty + 8 * slot);
+    };
+    // Consumers take turns at issuing products: in step with each other they would compute exponentials together and then
+    // wait for the matrix unit together.
+    const auto await_turn = [&] { barrier_sync(kTurnBarrier + group, kThreads); };
+    const auto pass_turn = [&] { barrier_arrive(kTurnBarrier + 1 - group, kThreads); };
+    const auto hand_at = [&] {
         const u32 hand = hand_start + at_handed.slot * kHandoverBytes;
         if constexpr (kNarrow) mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
-        Gradients dx;
-        const bool full = mask.full(query, query + kColumns, group_key, group_key + 64);
-        if (full)
-            logit_gradients<false>(dx, hand, now, own, terms, lift, mask, key, query, ct, cs);
-        else
-            logit_gradients<true>(dx, hand, now, own, terms, lift, mask, key, query, ct, cs);
+        return hand;
+    };
+    const auto handed_over = [&] {
+        async_fence();
+        __syncwarp();
+        release(handed + 8 * at_handed.slot);
+        at_handed.advance();
+    };
+    // Hands dX over and issues dK += dX^T Q for the tile in the given slot of the ring.
+    const auto accumulate = [&](float (&sum)[kOutTiles][4], const Gradients& dx, u32 hand, int slot) {
         if constexpr (!kNarrow) {
             mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
 #pragma unroll
             for (int k = 0; k < kTiles / 2; ++k) hand_over(hand, k, dx[k]);
         }
-        async_fence();
-        __syncwarp();
-        release(handed + 8 * at_handed.slot);
-        at_handed.advance();
-
-        const u32 own_tile = base + kOwnAt + slot * kOwnTileBytes;
-        if (!full && (query < queries.begin || min(query + kColumns, n.queries) > queries.end))
-            clear_rows<kColumns, Own::kChunks>(own_tile, query, queries, 1 + group);
+        handed_over();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTiles / 2; ++k)
-            wgmma<Own::kHalf, 1>(out, dx[k], ring_own_rows + static_cast<u64>((slot * kOwnTileBytes + k * 2048) >> 4), 1);
+            wgmma<Own::kHalf, 1>(sum, dx[k], ring_own_rows + static_cast<u64>((slot * kOwnTileBytes + k * 2048) >> 4), 1);
         wgmma_commit();
-        if (!more) {
-            wgmma_wait<0>();
-            settle(out);
-            release(own_empty + 8 * slot);
-            return;
+    };
+    // One step on a full tile; with MORE the next one is full too, and its products are done afterwards. They start before
+    // dX is handed over, which takes as long. No arrival of a single lane stands last: without a wait behind it the compiler
+    // takes the lanes for parted, and keeps descriptors out of uniform registers, at 50 instructions a step.
+    const auto step = [&](auto part, auto more) {
+        constexpr int kSub = decltype(part)::value, kNextSub = (kSub + 1) % kSubs;
+        constexpr bool kMore = decltype(more)::value;
+        const int slot = at_own.slot;
+        if (kSub == kSubs - 1) at_own.advance();
+        const u32 hand = hand_at();
+        Gradients dx;
+        logit_gradients(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, Everything{}, ct, cs);
+        await_turn();
+        if constexpr (kMore) {
+            multiply_other(kNextSub);
+            multiply_own(kNextSub);
         }
-        if (!kAhead) multiply_other(next);
-        multiply_own();
-        wgmma_wait<1>();
-        settle(out);
-        settle(next);
-        release(own_empty + 8 * slot);
-        other_done();
+        accumulate(out[kSub], dx, hand, slot);
+        if constexpr (kMore) {
+            wgmma_wait<1>();
+            pass_turn();
+            other_done(kNextSub);
+            wgmma_wait<0>();
+            own_done(slot, kSub);
+            settle(other);
+            settle(own);
+            settle(out[kSub]);
+        } else {
+            pass_turn();
+            wgmma_wait<0>();
+            settle(out[kSub]);
+            own_done(slot, kSub);
+        }
+    };
+    const auto partial_step = [&](auto part, const Cursor<Mask>& walk) {
+        constexpr int kSub = decltype(part)::value;
+        const int slot = at_own.slot;
+        if (kSub == kSubs - 1) at_own.advance();
+        const u32 hand = hand_at();
+        Gradients dx;
+        const auto visible = [&](int column, int row) { return walk.mask.visible(walk.row() + column, key + kSub * kSubRows + row); };
+        logit_gradients(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, visible, ct, cs);
+        clear_non_finite<E, kColumns, Own::kChunks>(base + kOwnAt + slot * kOwnTileBytes, 1 + group);
+        await_turn();
+        accumulate(out[kSub], dx, hand, slot);
+        pass_turn();
         wgmma_wait<0>();
-        settle(own);
+        settle(out[kSub]);
+        own_done(slot, kSub);
+    };
+    // Nothing of the consumer's part is visible: no product, and zeros for the queries.
+    const auto idle_step = [&](int sub) {
+        const int slot = at_own.slot;
+        mbarrier_wait(other_full + 8 * at_other.slot, at_other.parity);  // or two arrivals could fall into one phase
+        mbarrier_wait(own_full + 8 * slot, at_own.parity);
+        if (sub == kSubs - 1) at_own.advance();
+        mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
+        const u32 zeros[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int k = 0; k < kTiles / 2; ++k) hand_over(hand_start + at_handed.slot * kHandoverBytes, k, zeros);
+        handed_over();
+        await_turn();
+        pass_turn();
+        other_done(sub);
+        own_done(slot, sub);
     };
 
+    if (group == 1) pass_turn();
     for (int head = first_head; head < end_head; ++head) {
         if (new_keys(head)) {
             mbarrier_wait(keys_full, at_keys.parity);
             at_keys.advance();
         }
-        if (tiles > 0) {
-            multiply_other(other_a);
-            multiply_own();
+        // Steps go over tiles and, within a tile, over the consumer's keys. Runs of steps that see everything are pipelined.
+        // What is decided between steps is decided before products are under way.
+        Cursor<Mask> walk = walk_of(head);
+        int sub = 0;
+        const auto first = [&] { return group_key + sub * kSubRows; };
+        const auto advance = [&] {
+            if (++sub < kSubs) return;
+            sub = 0;
+            walk.next();
+        };
+        const auto next_is_full = [&] {
+            advance();
+            return walk.more() && walk.full(first(), first() + 64);
+        };
+        while (walk.more()) {
+            if (first() >= place.keys || !walk.sees(first(), first() + 64)) {
+                idle_step(sub);
+                advance();
+                continue;
+            }
+            multiply_other(sub);
+            multiply_own(sub);
             wgmma_wait<0>();
-            settle(other_a);
+            settle(other);
             settle(own);
-            other_done();
-        }
-        for (int i = 0; i < tiles; i += 2) {
-            step(i, other_a, other_next);
-            if (i + 1 < tiles) step(i + 1, other_next, other_a);
+            other_done(sub);
+            if (!walk.full(first(), first() + 64)) {
+                if (sub == 0)
+                    partial_step(Value<0>{}, walk);
+                else
+                    partial_step(Value<kSubs - 1>{}, walk);
+                advance();
+                continue;
+            }
+            for (bool second = sub > 0;; second = false) {
+                if (!second) {
+                    if (!next_is_full()) {
+                        step(Value<0>{}, Value<0>{});
+                        break;
+                    }
+                    step(Value<0>{}, Value<1>{});
+                }
+                if constexpr (kSubs > 1) {
+                    if (!next_is_full()) {
+                        step(Value<1>{}, Value<0>{});
+                        break;
+                    }
+                    step(Value<1>{}, Value<1>{});
+                }
+            }
         }
         if (head + 1 < end_head && new_keys(head + 1)) release(keys_empty);
     }
 
     const float factor = Logit::kFactor * args.out_scale / lift;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int k = key + 8 * half;
-        if (k >= n.keys) continue;
+    for (int i = 0; i < 2 * kSubs; ++i) {
+        const int sub = i / 2, half = i % 2, k = key + sub * kSubRows + 8 * half;
+        if (k >= place.keys) continue;
         const u64 address = args.out.pointer +
-                            (block.batch * args.out.batch + block.head * args.out.head + k * args.out.row + 2 * (lane & 3)) * E::kBytes;
+                            (block.batch * args.out.batch + block.head * args.out.head + (place.first_key + k) * args.out.row +
+                             2 * (lane & 3)) * E::kBytes;
 #pragma unroll
         for (int d = 0; d < Own::kDim / 8; ++d)
-            E::store_pair(address + 8 * d * E::kBytes, out[d][2 * half] * factor, out[d][2 * half + 1] * factor);
+            E::store_pair(address + 8 * d * E::kBytes, out[sub][d][2 * half] * factor, out[sub][d][2 * half + 1] * factor);
     }
 }

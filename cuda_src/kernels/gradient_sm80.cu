@@ -169,14 +169,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 
         const auto fetch = [&](int i) {
             const int first = ahead.row();
+            constexpr int at_once = Mask::kSparse && kRowsAreQueries ? 1 : 16;  // asking takes registers
             const bool full = ahead.full(first_row, end_row);
             const auto met = [&](int column) { return full || ahead.meets(first_row, end_row, column); };
             if constexpr (kRowsAreQueries) {
-                load_rows<kColumns, SKL_TK_VECTOR>(columns_t(i), keys_t, first, columns, met);
-                load_rows<kColumns, SKL_SK_VECTOR>(columns_s(i), keys_s, first, columns, met);
+                load_rows<kColumns, SKL_TK_VECTOR, at_once>(columns_t(i), keys_t, first, columns, met);
+                load_rows<kColumns, SKL_SK_VECTOR, at_once>(columns_s(i), keys_s, first, columns, met);
             } else {
-                load_rows<kColumns, SKL_TQ_VECTOR>(columns_t(i), queries_t, first, columns, met);
-                load_rows<kColumns, SKL_SQ_VECTOR>(columns_s(i), queries_s, first, columns, met);
+                load_rows<kColumns, SKL_TQ_VECTOR, at_once>(columns_t(i), queries_t, first, columns, met);
+                load_rows<kColumns, SKL_SQ_VECTOR, at_once>(columns_s(i), queries_s, first, columns, met);
                 for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
                     const int which = j / kColumns, q = first + j % kColumns;
                     const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;

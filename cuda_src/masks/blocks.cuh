@@ -18,7 +18,10 @@ struct Blocks : Part {
     int first_row, first_column;
     u64 bits;
 
+    // The lists know the kernel's own tiles; others stay in their order.
+    template <int ROWS, bool QUERIES>
     __device__ static void locate(Words words, const Extents& n, int head, int& tile, Place&) {
+        if constexpr (ROWS != kRows || QUERIES != kRowsAreQueries) return;
         words.at += 2;
         const int* const order = words.pointer<int>();
         tile = order[static_cast<i64>(words.number() == 1 ? 0 : head) * n.tiles + tile];

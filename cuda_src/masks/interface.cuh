@@ -1,7 +1,8 @@
 // What a part of a mask must offer, as a struct of its own header that derives from `Part`, whose defaults hide nothing.
 // masks/all.cuh joins the parts of a problem to `struct Mask`, which is what kernels know:
 //
-//   locate(n, head, tile)                      what the block's sequence owns; `tile` becomes the tile inside it
+//   locate<ROWS, QUERIES>(words, n, head, tile, place)   what the sequence of tile `tile` owns, where tiles are ROWS queries or
+//                                              keys; `tile` becomes the tile inside it
 //   Mask(n, place, batch, head)                reads its words from n.mask, in the registry's order; `head` is a query head
 //   Range keys_of(int q0, int q1)              smallest interval of keys that any row of [q0, q1) may see
 //   Range queries_of(int k0, int k1)           smallest interval of rows that may see any key of [k0, k1)
@@ -30,6 +31,7 @@ constexpr int kNoLimit = 0x7fffffff;
 struct Place {
     int queries, keys, first_query, first_key;
     int diagonal;  // what the place adds to offsets of the diagonal
+    int sequence;
 };
 
 // A mask's words of the arguments, taken one after the other.
@@ -50,6 +52,7 @@ struct TileEntry {
 struct Part {
     static constexpr bool kRagged = false, kSparse = false, kHoles = false, kListed = false;
     static constexpr int kWords = 0;
+    template <int ROWS, bool QUERIES>
     __device__ static void locate(Words, const Extents&, int, int&, Place&) {}
     __device__ static Range keys_of(int, int) { return {0, kNoLimit}; }
     __device__ static Range queries_of(int, int) { return {0, kNoLimit}; }

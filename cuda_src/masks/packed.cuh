@@ -1,6 +1,6 @@
 // Sequences lie one after the other: s owns the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees the keys that
 // cu_seqlens_k says. What comes after the last one is a sequence too, with nothing on the other side. A grid has room for
-// the tiles of any lengths: sequence s starts with tile start / kRows + s.
+// the tiles of any lengths: sequence s starts with tile start / ROWS + s.
 // Words: whether an offset of the diagonal was given (else each sequence ends at its own corner), both addresses, int32.
 #pragma once
 #include "masks/interface.cuh"
@@ -17,16 +17,17 @@ struct Packed : Part {
         if (s == sequences) return {begin, tail ? total : begin};
         return {begin, max(begin, min(bounds[s + 1], total))};
     }
+    template <int ROWS, bool QUERIES>
     __device__ static void locate(Words words, const Extents& n, int, int& tile, Place& place) {
         const bool offset_given = words.next();
         const int* const queries = words.pointer<int>();
         const int* const keys = words.pointer<int>();
-        const int* const mine = kRowsAreQueries ? queries : keys;
-        const int total = kRowsAreQueries ? n.queries : n.keys, wanted = tile;
-        const auto start = [&](int s) { return max(0, min(mine[s], total)) / kRows + s; };
+        const int* const mine = QUERIES ? queries : keys;
+        const int total = QUERIES ? n.queries : n.keys, wanted = tile;
+        const auto start = [&](int s) { return max(0, min(mine[s], total)) / ROWS + s; };
         const int s = last_where(n.sequences, [&](int i) { return start(i) <= wanted; });
-        const Range q = span(queries, s, n.sequences, n.queries, kRowsAreQueries), k = span(keys, s, n.sequences, n.keys, !kRowsAreQueries);
-        place = {q.end - q.begin, k.end - k.begin, q.begin, k.begin, 0};
+        const Range q = span(queries, s, n.sequences, n.queries, QUERIES), k = span(keys, s, n.sequences, n.keys, !QUERIES);
+        place = {q.end - q.begin, k.end - k.begin, q.begin, k.begin, 0, s};
         if (!offset_given) place.diagonal = place.keys - place.queries;
         tile = max(0, tile - start(s));
     }

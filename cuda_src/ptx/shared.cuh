@@ -20,3 +20,8 @@ __device__ inline void async_fence() { asm volatile("fence.proxy.async.shared::c
 __device__ inline void barrier_sync(int number, int threads) {
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+
+// Counts as arrived at such a barrier without waiting there.
+__device__ inline void barrier_arrive(int number, int threads) {
+    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}

@@ -55,6 +55,12 @@ struct Cursor {
     __device__ bool touches(int first, int end) const {
         return kRowsAreQueries ? mask.touches(first, end, row(), row() + kColumns) : mask.touches(row(), row() + kColumns, first, end);
     }
+    // The same, with what the intervals say.
+    __device__ bool sees(int first, int end) const {
+        Range met = kRowsAreQueries ? mask.keys_of(first, end) : mask.queries_of(first, end);
+        met.meet({row(), row() + kColumns});
+        return !met.empty() && touches(first, end);
+    }
     // Whether all of these stationary rows see all of the tile.
     __device__ bool full(int first, int end) const {
         return kRowsAreQueries ? mask.full(first, end, row(), row() + kColumns) : mask.full(row(), row() + kColumns, first, end);

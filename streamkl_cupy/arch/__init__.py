@@ -88,7 +88,7 @@ class Work:
 
     @cached_property
     def mask_level(self) -> int:
-        """How many registers the mask takes: 0 a bound, 1 an interval or places, 2 rows and keys apart, 3 all of that."""
+        """How many registers a mask takes: 0 a bound, 1 an interval or places, 2 pairs apart, 3 all of that."""
         parts = parts_of(self.problem.mask)
         if len(parts) > 2:
             return 3

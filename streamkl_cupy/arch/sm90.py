@@ -23,7 +23,6 @@ from .sm90_fused import FusedRow
 
 COLUMNS = 64
 MAX_STRIDE_BYTES = 1 << 40
-FUSED_MASKS: tuple[tuple[str, ...], ...] = ((), ("causal",))
 MIN_STREAMED_QUERIES = 256  # 1000 heads of 128 queries: 0.080 ms against 0.050 ms of the portable kernel (D = 64)
 
 _FORWARD = (
@@ -104,10 +103,6 @@ class _Hopper(Family):
             return "head dims must be multiples of 8"
         if 0 in (problem.batch, problem.heads, problem.queries, problem.keys):
             return "a tensor map cannot be empty"
-        if work.kind == "fused" and problem.mask.parts not in FUSED_MASKS:
-            return (
-                f"both gradients in one pass are built for the masks {[' and '.join(m) or 'none' for m in FUSED_MASKS]}"
-            )
         if work.rows_are_keys and problem.queries < MIN_STREAMED_QUERIES * max(problem.sequences, 1):
             return f"fewer than {MIN_STREAMED_QUERIES} queries do not fill its pipeline"
         for name in INPUT_NAMES:
