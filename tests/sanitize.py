@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import cupy
@@ -37,12 +38,12 @@ class Problem(NamedTuple):
     D_t: int
     D_s: int
     dtype: str = "float16"
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     strided: bool = False
     name: str = ""
 
     def __str__(self) -> str:
-        about = self.name or str(self.options)
+        about = self.name or str(dict(self.options))
         return f"{about} M={self.M} N={self.N} D={self.D_t}/{self.D_s} {self.dtype}"
 
 
