@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 
         const auto fetch = [&](int i) {
             const int first = ahead.row();
-            constexpr int at_once = Mask::kSparse && kRowsAreQueries ? 1 : 16;  // asking takes registers
+            constexpr int at_once = Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
             const bool full = ahead.full(first_row, end_row);
             const auto met = [&](int column) { return full || ahead.meets(first_row, end_row, column); };
             if constexpr (kRowsAreQueries) {

@@ -35,10 +35,11 @@ _GRADIENT = (
         4, 2, 64, 2, 2, 64, "as the forward; unroll 4 spills, and sm_120 spills any", 3, before=(10, 0), max_mask=0
     ),
     TileRow(4, 2, 48, 2, 2, 64, "3 % slower on an H100", max_mask=0),
-    TileRow(4, 2, 48, 2, 2, 64, "room for a mask's registers", unroll=3, max_mask=2),
+    TileRow(4, 2, 48, 2, 2, 64, "room for a mask's registers", unroll=3, max_mask=1),
+    TileRow(4, 2, 48, 2, 2, 64, "a sparse mask's too; sm_120 spills", unroll=3, max_mask=2, before=(10, 0)),
     TileRow(4, 2, 32, 2, 2, 128, "as the forward; unroll 8 is 3 % faster and spills under a mask", 4, max_mask=0),
     TileRow(4, 2, 32, 2, 2, 128, "room for a mask's registers", unroll=3, max_mask=1),
-    TileRow(4, 2, 32, 2, 2, 128, "room for a mask's registers", unroll=3, max_mask=2, max_vectors=3),
+    TileRow(4, 2, 32, 2, 2, 128, "a sparse mask's too; sm_120 spills", 3, max_mask=2, max_vectors=3, before=(10, 0)),
     TileRow(4, 2, 16, 2, 2, 128, "room for a sparse mask's registers beside four row vectors", unroll=3, max_mask=2),
     TileRow(2, 1, 32, 2, 2, 128, "few rows in all: more blocks", unroll=2),
     TileRow(4, 1, 32, 2, 1, 576, "one strip per warp: room for long rows and outputs", unroll=1, max_mask=0),
