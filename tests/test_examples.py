@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import importlib.util
 import json
 import os
@@ -136,6 +137,44 @@ def test_sparse_student_options(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "a plot that nobody asked for"
 
 
+def test_masks_benchmark(tmp_path: Path) -> None:
+    """Small and on the CPU: what is measured means nothing there, but every case runs, is checked and is written."""
+    script = "benchmarks/masks.py"
+    options = ("--device", "cpu", "--sizes", "128", "--dim", "16", "--block", "16", "--window", "32", "--rounds", "2")
+    text = run(script, *options, "--out", "results", "--name", "small", cwd=tmp_path)
+    assert "of 27 masked times are within 1.25 x tiles x dense" in text
+    with (tmp_path / "results" / "small.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    ours = [row for row in rows if row["peer"] == "streamkl_cupy"]
+    assert {row["status"] for row in ours} == {"ok"}
+    assert {row["status"] for row in rows if row["peer"] == "FlexAttention"} == {"missing"}
+    assert {row["group"] for row in rows} == {"window", "packed", "sharded"}
+    assert {row["pass"] for row in ours} == {"forward", "backward", "deterministic"}
+    masked = [row for row in ours if row["case"] != row["base"]]
+    assert len(masked) == 9 * 3
+    for row in masked:
+        assert 0 < float(row["pairs"]) <= float(row["tiles"]) < 1
+        assert float(row["time_over_tiles"]) == pytest.approx(float(row["of_dense"]) / float(row["tiles"]), rel=1e-3)
+    found = json.loads((tmp_path / "results" / "small.json").read_text(encoding="utf-8"))
+    assert len(found["rows"]) == len(rows)
+    assert found["environment"]["command"].startswith("python examples/benchmarks/masks.py --device cpu")
+    assert len(found["samples_ms"]) == len(ours)
+
+
+def test_masks_benchmark_help(tmp_path: Path) -> None:
+    text = run("benchmarks/masks.py", "--help", cwd=tmp_path)
+    assert "benchmarks/masks.py --device cpu" in text.partition("examples:")[2]
+
+
+@pytest.mark.skipif(gpu(), reason="there is a GPU")
+def test_masks_benchmark_needs_a_gpu(tmp_path: Path) -> None:
+    done = python(str(EXAMPLES / "benchmarks" / "masks.py"), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("masks.py: error: no usable GPU")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -207,6 +246,8 @@ def test_a_missing_package_is_named_with_its_fix(tmp_path: Path, script: str, mo
         ("sparse_student.py", ("--dense-heads", "1", "--groups", "share"), "dense_heads=1 cuts a group of 3"),
         ("torch_autograd.py", ("--steps", "3"), "--steps 3 is too few"),
         ("jax_train.py", ("--steps", "3"), "--steps 3 is too few"),
+        ("benchmarks/masks.py", ("--device", "cpu", "--sizes", "100"), "give multiples of --block 32"),
+        ("benchmarks/masks.py", ("--device", "cpu", "--name", "a/b"), "a base name without folders"),
         ("capture_smollm2.py", ("--tokens", "0"), "--tokens 0 must be in"),
         ("capture_smollm2.py", ("--hidden", "3"), "must be among --layers"),
         ("capture_smollm2.py", ("--topic", "cookery"), "'cookery' is not one of"),
