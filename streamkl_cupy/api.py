@@ -30,7 +30,8 @@ _TEXT = {
         q_offset: With causal or window, replaces N - M: row i sees keys j <= i + q_offset. For chunks of the queries.
         window: (left, right): row i sees keys i + (N - M) - left <= j <= i + (N - M) + right; -1 or None is no limit on
             that side. With causal, right is 0.
-        key_lengths: (B,) int32: batch entry b has the keys j < key_lengths[b]. The diagonal stays where it is.
+        key_lengths: (B,) int32, B = 1 for inputs without batch: batch entry b has the keys j < key_lengths[b]. The
+            diagonal stays where it is.
         cu_seqlens_q: (S + 1,) int32 for packed inputs (rows of all sequences, H, D): sequence s owns the rows
             cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees its own keys; i, j, M and N above are the sequence's own.
             The layout has no say, and row results are (rows, H). Rows after the last sequence see nothing.
@@ -219,7 +220,8 @@ def attention_kl(
             kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, row_weight, reduction)
     if not return_lse:
         return kl
-    return _with_mass(inputs, KLForward(kl, teacher_lse, student_lse), dense_teacher_lse)
+    rows = KLForward(kl, teacher_lse, student_lse)
+    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
 
 
 @_documented
@@ -293,7 +295,8 @@ def attention_kl_forward(
             dense_teacher_lse=dense_teacher_lse,
         )
     kl, teacher_lse, student_lse = calls.forward(inputs, ready, masks)
-    return _with_mass(inputs, KLForward(kl.array, teacher_lse.array, student_lse.array), dense_teacher_lse)
+    rows = KLForward(kl.array, teacher_lse.array, student_lse.array)
+    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
 
 
 @_documented
@@ -634,9 +637,7 @@ def _check_dense(dense: Any, inputs: Inputs, ready: calls.Ready) -> None:
     validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
 
 
-def _with_mass(inputs: Inputs, rows: KLForward, dense: Any) -> KLForward | KLForwardMass:
-    if dense is None:
-        return rows
+def _with_mass(inputs: Inputs, rows: KLForward, dense: Any) -> KLForwardMass:
     if hasattr(dense, "detach"):
         dense = dense.detach()
     with arrays.on_device(inputs.student_q):

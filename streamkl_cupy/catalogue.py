@@ -47,7 +47,6 @@ MASKS: dict[str, tuple[str, ...]] = {
     "everything": ("window", "lengths", "keys", "blocks"),
 }
 PLAIN = ("none", "causal")
-SIMPLE = ("", "Causal")
 SEQUENCES = 16
 # Enough rows to fill any GPU, and so few that planning prefers smaller tiles.
 EXTENTS = ((8, 8192), (1, 512))
@@ -75,6 +74,8 @@ ELEMENT_TYPES = (
 )
 # Element-wise loads differ by the size of an element, not by its type.
 UNALIGNED = (ELEMENT_TYPES[0], ELEMENT_TYPES[2])
+# What a mask hides is no matter of types either, but it takes registers.
+MASKED = ELEMENT_TYPES[:3]
 
 
 class Entry(NamedTuple):
@@ -143,8 +144,11 @@ def entries(
     arch: str,
     dims: Iterable[tuple[int, int]] = DIMS,
     types: Iterable[ElementTypes] = ELEMENT_TYPES,
+    masks: Iterable[str] = PLAIN,
 ) -> tuple[list[Entry], list[str]]:
     """Every distinct kernel of the list on a typical GPU of `arch`, and which problems have no kernel there, and why.
+
+    Masks are names of `MASKS`; the default are the two that most calls have.
 
     Raises:
         ValueError: the architecture is not known.
@@ -152,13 +156,13 @@ def entries(
     facts = facts_for_arch(arch)
     found: dict[KernelPlan, Entry] = {}
     refused = []
-    chosen = tuple(types)
+    chosen, hidden = tuple(types), tuple(masks)
     for pair in dims:
         for types_of in chosen:
-            for mask, aligned, extents in itertools.product(MASKS, (True, False), EXTENTS):
+            for mask, aligned, extents in itertools.product(hidden, (True, False), EXTENTS):
                 if not aligned and types_of not in UNALIGNED:
                     continue
-                if mask not in PLAIN and (not aligned or types_of.precision == "high"):
+                if mask not in PLAIN and (not aligned or types_of not in MASKED):
                     continue
                 label = f"{pair[0]}/{pair[1]} {types_of} {mask}{'' if aligned else ' unaligned'}"
                 try:
@@ -169,7 +173,8 @@ def entries(
                 passes = [fused.kernels[1] for fused in plan.fused] + ([plan.key_bits] if plan.key_bits else [])
                 for kernel in (plan.forward, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.
-                    found.setdefault(replace(kernel, tiles=0, blocks=0), Entry(f"{kernel.name} {label}", kernel))
+                    compiled = replace(kernel, tiles=0, blocks=0, head_group=1, splits=1)
+                    found.setdefault(compiled, Entry(f"{kernel.name} {label}", kernel))
     return list(found.values()), refused
 
 
@@ -184,13 +189,11 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
         constants = dict(entry.kernel.constants)
         if constants.get("SKL_PLANES") == PLANES["high"]:
             continue
-        parts = constants.get("SKL_MASK_PARTS")
         group = (
             entry.kernel.name,
             entry.kernel.tile,
             constants.get("SKL_T_ELEMENT"),
             constants.get("SKL_S_ELEMENT"),
-            None if parts in SIMPLE else parts,
         )
         if group not in groups or _weight(entry) >= _weight(groups[group]):
             groups[group] = entry

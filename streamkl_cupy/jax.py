@@ -320,7 +320,7 @@ def _forward(config: _Config, inputs: tuple[Any, ...], masks: _Masks) -> tuple[A
         return _marked((jnp.zeros(shape, dtype), nothing, nothing), like)
     rows = _Result(shape, dtype)
     callback = _forward_callback(config.options, len(shape), tuple(given))
-    results = (rows, rows, rows, *_workspace(config, problem, None))
+    results = (rows, rows, rows, *_workspace(calls.runner_for(problem).workspace_bytes))
     launch = _buffer_callback()(callback, results, vmap_method=_vmap_method(problem))
     return _marked(launch(*inputs, *given.values())[:3], like)
 
@@ -343,7 +343,7 @@ def _backward(
         grads = tuple(jnp.zeros(x.shape, x.dtype) for x in results)
     else:
         callback = _backward_callback(config.options, wrt, len(problem.row_shape), tuple(given))
-        everything = (*results, *_workspace(config, problem, wrt))
+        everything = (*results, *_workspace(calls.runner_for(problem).backward_bytes(wrt)))
         grads = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))(*arrays)[: len(results)]
     return dict(zip((name for name in INPUT_NAMES if name in wrt), _marked(grads, arrays), strict=True))
 
@@ -352,12 +352,8 @@ def _given(masks: _Masks) -> dict[str, Any]:
     return {name: x for name, x in zip(MASK_ARRAYS, masks, strict=True) if x is not None}
 
 
-def _workspace(config: _Config, problem: Problem, wrt: tuple[str, ...] | None) -> tuple[Any, ...]:
-    """One more result where kernels need memory of their own, of XLA's like all the rest; nobody looks at it."""
-    if config.platform != "gpu":
-        return ()
-    runner = calls.runner_for(problem)
-    size = runner.workspace_bytes if wrt is None else runner.backward_bytes(wrt)
+def _workspace(size: int) -> tuple[Any, ...]:
+    """One more result where kernels need memory of their own, which is XLA's like all the rest; nobody looks at it."""
     return (_Result((size // 4,), "float32"),) if size else ()
 
 

@@ -193,7 +193,7 @@ class Runner:
         with self._guard:
             split = (UNSPLIT, "combine") if self.plan.combine else ()
             fused = [fused.side for fused in self.plan.fused if all(x in wrt for x in fused.names)]
-            bits = ("key bits",) if self.plan.key_bits else ()
+            bits = ("key_bits",) if self.plan.key_bits else ()
             for name in (*bits, "forward", *split, *fused, *wrt):
                 self._kernel(name, None)
 
@@ -230,7 +230,7 @@ class Runner:
 
     def _pack_bits(self, masks: MaskArrays, workspace: int, stream: int) -> None:
         if self.plan.key_bits:
-            (self._kernels.get("key bits") or self._kernel("key bits", stream))(masks.key_mask, workspace, stream)
+            (self._kernels.get("key_bits") or self._kernel("key_bits", stream))(masks.key_mask, workspace, stream)
 
     def backward(
         self,
@@ -278,7 +278,7 @@ class Runner:
             return (replace(forward, splits=1, blocks=forward.blocks // forward.splits),)
         if name == "combine" and self.plan.combine:
             return (self.plan.combine,)
-        if name == "key bits" and self.plan.key_bits:
+        if name == "key_bits" and self.plan.key_bits:
             return (self.plan.key_bits,)
         for fused in self.plan.fused:
             if name == fused.side:
@@ -292,7 +292,7 @@ class Runner:
                 f"the {name} kernel of this problem is not loaded, and loading cannot be captured into a CUDA graph: "
                 "call streamkl_cupy.warmup(...) with the same arrays and options before the capture"
             )
-        kernel = _KeyBits(self.problem, *plans) if name == "key bits" else _Kernel(self.problem, *plans)
+        kernel = _KeyBits(self.problem, *plans) if name == "key_bits" else _Kernel(self.problem, *plans)
         return self._kernels.setdefault(name, kernel)
 
 
@@ -301,7 +301,7 @@ def _addresses(inputs: Inputs) -> tuple[int, ...]:
 
 
 def _mask_words(problem: Problem, lists: Sequence[int] = ()) -> tuple[list[int], list[tuple[int, str]]]:
-    """What kernels read of the mask: per part its integers, zeros for its arrays, and `lists` last; the arrays by word."""
+    """What kernels read of the mask: per part integers, zeros for arrays, and `lists` last; and the arrays by word."""
     words: list[int] = []
     arrays: list[tuple[int, str]] = []
     for part in parts_of(problem.mask):

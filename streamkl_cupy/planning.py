@@ -40,8 +40,8 @@ MIN_TILES_PER_SHARE = 8
 # Streamed operands of heads that run side by side should stay in the L2 cache, which is 40 MB and more on the GPUs that
 # have long rows to stream. On smaller caches the order costs nothing but the locality it would have had.
 L2_BUDGET = 32 << 20
-# Sums are read and written, and share the cache with what comes next: causal, D = 128, two heads of 8192 rows (17 MB) side
-# by side take 0.52 ms, eight of them 0.56.
+# Sums are read and written, and share the cache with what comes next: causal, D = 128, two heads of 8192 rows (17 MB)
+# side by side take 0.52 ms, eight of them 0.56.
 FUSED_L2_BUDGET = 20 << 20
 
 
@@ -107,7 +107,7 @@ class Plan:
     combine: KernelPlan | None = None
     """Joins the shares of a forward whose keys are split."""
     workspace_bytes: int = 0
-    """What a forward works in: the mask's bytes, and partial row states where keys are split, which it otherwise are not."""
+    """What a forward works in: the mask's bytes and the partial states of split keys; without it, it runs unsplit."""
     key_bits: KernelPlan | None = None
     """Packs a mask of keys to bits before any other kernel runs."""
     mask_bytes: int = 0
@@ -291,7 +291,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
 
 
 def _key_tiles(problem: Problem, tile: TileRow) -> int:
-    """Key tiles that the longest row tile visits, as far as is known here: sequences count as equally long, keys as there."""
+    """Key tiles that the longest row tile visits, as far as is known here: sequences count as equally long."""
     mask, shares = problem.mask, max(problem.sequences, 1)
     queries, keys = -(-problem.queries // shares), -(-problem.keys // shares)
     params = dict(mask.params)
@@ -358,7 +358,7 @@ def _key_bits(problem: Problem, facts: DeviceFacts) -> KernelPlan | None:
     major, minor = facts.compute_capability
     constants = {"SKL_ARGS_BYTES": ARGS_BYTES["key_bits"], "SKL_THREADS": threads}
     return KernelPlan(
-        name="key bits",
+        name="key_bits",
         family="any",
         reason="",
         entry="kernels/key_bits.cu",
@@ -378,7 +378,7 @@ def _key_bits(problem: Problem, facts: DeviceFacts) -> KernelPlan | None:
 
 
 def _head_group(work: Work) -> int:
-    """How many heads run side by side: those whose streamed operands, and sums in memory, fit the L2 budget together."""
+    """How many heads run side by side: those whose streamed operands, and sums, fit the L2 budget together."""
     problem = work.problem
     if work.kind == "fused" and not problem.mask.parts:
         return 1  # all tiles are as long as any: one head after the other keeps most of its sums in the cache

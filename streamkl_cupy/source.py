@@ -7,8 +7,8 @@ names and numbers of the real files, so that compiler messages and profilers poi
 Three rules make the text easy to predict:
 
 * `#include "path"` is relative to the root of `cuda_src`, and a file is inlined the first time only;
-* `#include "@name"` takes its path, or several one after the other, from `slots["name"]`: that is how the parts of a mask
-  or a divergence enter a kernel that does not know their names;
+* `#include "@name"` takes its path, or several one after the other, from `slots["name"]`: that is how a divergence and
+  the parts of a mask enter a kernel that does not know their names;
 * an include may not stand inside `#if`, where "the first time only" could drop it from the branch that needs it.
 """
 

@@ -11,53 +11,103 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import cupy
+import numpy as np
 
 import streamkl_cupy
 import streamkl_cupy.launch
-from streamkl_cupy import arch, calls, planning
+from streamkl_cupy import arch, calls, patterns, planning
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 
 PLANTED = 'extern "C" __global__ void planted(float* x, int n) { x[n + threadIdx.x] = 1.0f; }'
 
 
-def problems(quick: bool) -> Any:
+class Problem(NamedTuple):
+    """Extents, types, options, and whether inner strides are 2."""
+
+    B: int
+    H: int
+    M: int
+    teacher_heads: int
+    student_heads: int
+    N: int
+    D_t: int
+    D_s: int
+    dtype: str = "float16"
+    options: Mapping[str, Any] = MappingProxyType({})
+    strided: bool = False
+    name: str = ""
+
+    def __str__(self) -> str:
+        about = self.name or str(dict(self.options))
+        return f"{about} M={self.M} N={self.N} D={self.D_t}/{self.D_s} {self.dtype}"
+
+
+def ints(*values: int) -> Any:
+    return cupy.asarray(values, cupy.int32)
+
+
+def problems(quick: bool) -> Iterator[Problem]:
     dims = [(64, 64), (128, 128), (40, 72)] if quick else [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256)]
     for (D_t, D_s), dtype in itertools.product(dims, ("float16", "float32")):
-        for M, N, causal in ((1, 1, False), (130, 77, True), (65, 200, False)):
-            yield (2, 4, M, 2, 1, N, D_t, D_s, dtype, {"causal": causal}, False)
-    yield (1, 2, 70, 2, 2, 90, 64, 64, "float16", {"causal": True, "q_offset": -20}, True)
-    yield (1, 1, 3, 1, 1, 5000, 64, 64, "float16", {}, False)
+        for M, N, causal in ((1, 1, False), (130, 77, True), (65, 200, False), (300, 333, True)):
+            yield Problem(2, 4, M, 2, 1, N, D_t, D_s, dtype, {"causal": causal})
+    yield Problem(1, 2, 70, 2, 2, 90, 64, 64, options={"causal": True, "q_offset": -20}, strided=True)
+    yield Problem(1, 1, 3, 1, 1, 5000, 64, 64)
+    pattern = patterns.from_dense(
+        np.random.default_rng(1).random((4, 7, 8)) < 0.3, queries=301, keys=333, block=(48, 48)
+    )
+    masks: dict[str, dict[str, Any]] = {
+        "window": {"window": (40, 9)},
+        "lengths": {"key_lengths": ints(0, 200), "causal": True},
+        "keys": {"key_mask": cupy.random.random((2, 333)) < 0.5},
+        "blocks": {"block_mask": pattern, "causal": True},
+        "packed": {"cu_seqlens_q": ints(0, 0, 270, 301), "cu_seqlens_k": ints(0, 50, 250, 320), "causal": True},
+    }
+    for D in (64, 128):
+        for name, options in masks.items():
+            yield Problem(2, 4, 301, 2, 1, 333, D, D, options=options, name=name)
 
 
-def run(families: tuple[arch.Family, ...], quick: bool) -> int:
+def run(families: tuple[arch.Family, ...], quick: bool, only: str) -> int:
     planning.families = lambda: families
     planning.make_plan.cache_clear()
     calls._ready.clear()
     calls._runners.clear()
     count = 0
-    for B, H, M, H_t, H_s, N, D_t, D_s, dtype, options, strided in problems(quick):
-        shapes = ((B, H, M, D_t), (B, H_t, N, D_t), (B, H, M, D_s), (B, H_s, N, D_s))
-        step = 2 if strided else 1
-        inputs = [cupy.random.standard_normal((*s[:3], s[3] * step)).astype(dtype)[..., ::step] for s in shapes]
-        rows = streamkl_cupy.attention_kl_forward(*inputs, **options)
-        wrt = INPUT_NAMES if D_t <= 256 else STUDENT
+    for x in problems(quick):
+        if only not in str(x):
+            continue
+        count += 1
+        step = 2 if x.strided else 1
+        shapes = ((x.H, x.M, x.D_t), (x.teacher_heads, x.N, x.D_t), (x.H, x.M, x.D_s), (x.student_heads, x.N, x.D_s))
+        if x.name == "packed":
+            shapes = tuple((rows, heads, dim) for heads, rows, dim in shapes)
+        else:
+            shapes = tuple((x.B, *shape) for shape in shapes)
+        inputs = [cupy.random.standard_normal((*s[:-1], s[-1] * step)).astype(x.dtype)[..., ::step] for s in shapes]
+        rows = streamkl_cupy.attention_kl_forward(*inputs, **x.options)
+        wrt = INPUT_NAMES if x.D_t <= 256 else STUDENT
         for deterministic in (True, False):
             grads = streamkl_cupy.attention_kl_backward(
                 cupy.ones_like(rows.kl), *inputs, rows.teacher_lse, rows.student_lse, rows.kl, wrt=wrt,
-                deterministic=deterministic, **options,
+                deterministic=deterministic, **x.options,
             )  # fmt: skip
-            if not all(bool(cupy.isfinite(x).all()) for x in (rows.kl, *grads) if x is not None):
-                raise SystemExit(f"not finite: {shapes}, {dtype}, {options}")
-        count += 1
+            if not all(bool(cupy.isfinite(y).all()) for y in (rows.kl, *grads) if y is not None):
+                raise SystemExit(f"not finite: {x}")
     return count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plant", action="store_true", help="end with a store out of bounds")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="problems whose description has it, such as 'packed M=301'"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer head dims")
     args = parser.parse_args()
     # Each array its own allocation: inside a pool's chunk a stray access would go unseen.
@@ -65,7 +115,9 @@ def main() -> None:
     capability = streamkl_cupy.launch.device_facts(cupy.cuda.Device().id)
     for families in (arch.families(), arch.families()[-1:]):
         names = [f.name for f in families]
-        print(f"{capability.name}: {run(families, args.quick)} problems with kernels of {' and '.join(names)}")
+        print(
+            f"{capability.name}: {run(families, args.quick, args.only)} problems with kernels of {' and '.join(names)}"
+        )
     if args.plant:
         x = cupy.empty(8, cupy.float32)
         cupy.RawKernel(PLANTED, "planted")((1,), (32,), (x, 1 << 20))

@@ -502,9 +502,9 @@ def test_callback_gets_the_stream_of_xla(monkeypatch: pytest.MonkeyPatch) -> Non
     streams: list[int] = []
     forward = launch.Runner.forward
 
-    def spy(self: Any, inputs: Any, outputs: Any, stream: int) -> None:
+    def spy(self: Any, inputs: Any, outputs: Any, stream: int, *rest: Any) -> None:
         streams.append(stream)
-        forward(self, inputs, outputs, stream)
+        forward(self, inputs, outputs, stream, *rest)
 
     monkeypatch.setattr(launch.Runner, "forward", spy)
     with jax.default_device(jax.devices("gpu")[0]):

@@ -291,16 +291,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     const int own_group = kSide == kTeacher ? n.teacher_group : n.student_group;
     const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
     const int own_heads = n.heads / own_group;
-    Block block = block_of(n, own_heads, n.batch * own_heads, false);
-    const int first_head = block.head * own_group, end_head = first_head + own_group;
-    const Place place = Mask::locate(n, first_head, block.tile);
-    const int first_key = block.tile * kRows;
-    if (Mask::kRagged && first_key >= place.keys) return;
-    const Range block_keys{first_key, min(first_key + kRows, place.keys)};
-    const auto walk_of = [&](int head) {
-        const Mask mask(n, place, block.batch, head);
-        return Cursor<Mask>(mask, block_keys, mask.steps_of(first_key, covering(mask.queries_of(first_key, block_keys.end), kColumns)));
-    };
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     const int lane = lane_id();
@@ -330,6 +320,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     }
     __syncthreads();
 
+    Block block = block_of(n, own_heads, n.batch * own_heads, false);
+    const int first_head = block.head * own_group, end_head = first_head + own_group;
+    const Place place = Mask::locate(n, first_head, block.tile);
+    const int first_key = block.tile * kRows;
+    if (Mask::kRagged && first_key >= place.keys) return;
+    const auto walk_of = [&](int head) {
+        const Mask mask(n, place, block.batch, head);
+        const Range keys{first_key, min(first_key + kRows, place.keys)};
+        return Cursor<Mask>(mask, keys, mask.steps_of(first_key, covering(mask.queries_of(keys.begin, keys.end), kColumns)));
+    };
     // Whether other keys must be loaded before the head's first tile.
     const auto new_keys = [&](int head) { return head == first_head || head % other_group == 0; };
 

@@ -169,14 +169,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 
         const auto fetch = [&](int i) {
             const int first = ahead.row();
+            constexpr int at_once = Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
             const bool full = ahead.full(first_row, end_row);
             const auto met = [&](int column) { return full || ahead.meets(first_row, end_row, column); };
             if constexpr (kRowsAreQueries) {
-                load_rows<kColumns, SKL_TK_VECTOR>(columns_t(i), keys_t, first, columns, met);
-                load_rows<kColumns, SKL_SK_VECTOR>(columns_s(i), keys_s, first, columns, met);
+                load_rows<kColumns, SKL_TK_VECTOR, at_once>(columns_t(i), keys_t, first, columns, met);
+                load_rows<kColumns, SKL_SK_VECTOR, at_once>(columns_s(i), keys_s, first, columns, met);
             } else {
-                load_rows<kColumns, SKL_TQ_VECTOR>(columns_t(i), queries_t, first, columns, met);
-                load_rows<kColumns, SKL_SQ_VECTOR>(columns_s(i), queries_s, first, columns, met);
+                load_rows<kColumns, SKL_TQ_VECTOR, at_once>(columns_t(i), queries_t, first, columns, met);
+                load_rows<kColumns, SKL_SQ_VECTOR, at_once>(columns_s(i), queries_s, first, columns, met);
                 for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
                     const int which = j / kColumns, q = first + j % kColumns;
                     const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;
@@ -273,10 +274,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     }
 
     constexpr int bytes = OutElement::kBytes;
-    const int first_out = kRowsAreQueries ? place.first_query : place.first_key;
+    Block again = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
+    const Place here = Mask::locate(n, first_head, again.tile);  // found anew: registers are dear in the loop
+    const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
     const u64 head_base =
         args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
-    const Mask mask(n, place, block.batch, first_head);
+    const Mask mask(n, here, block.batch, first_head);
 #pragma unroll
     for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
@@ -290,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             } else if constexpr (OutElement::kNarrowExponent) {
                 factor *= power_of_two(exponent - kTopExponent);
             }
-            if (r >= row_count) continue;
+            if (r >= (kRowsAreQueries ? here.queries : here.keys)) continue;
 #pragma unroll
             for (int d = 0; d < kOutTiles; ++d) {
                 const int column = 8 * d + 2 * (lane & 3);

@@ -47,8 +47,8 @@ struct Everything {
 // Otherwise plain element loads, complete when the function returns. A barrier must follow before the tile is read.
 //
 // Threads stand in a grid of rows x chunks, so that each keeps its column: one 64-bit product per tile finds a thread's
-// first source, and additions find the rest. The trip counts are constants.
-template <int ROWS, bool VECTOR, class T, class Wanted = Everything>
+// first source, and additions find the rest. The trip counts are constants, and up to AT_ONCE rows of a thread are unrolled.
+template <int ROWS, bool VECTOR, int AT_ONCE = 16, class T, class Wanted = Everything>
 __device__ inline void load_rows(T tile, const HeadView& x, int first, Range valid, Wanted wanted = {}) {
     constexpr int per_chunk = 16 / T::E::kBytes, chunks = T::kDepth / per_chunk;
     constexpr int across = chunks < kThreads ? chunks : kThreads, down = kThreads / across;
@@ -59,7 +59,7 @@ __device__ inline void load_rows(T tile, const HeadView& x, int first, Range val
         const int column = c * per_chunk;
         const int width = T::kHeadDim == T::kDepth ? per_chunk : max(0, min(per_chunk, T::kHeadDim - column));
         u64 source = x.base + (static_cast<i64>(first) + thread_row) * x.row + column * (VECTOR ? T::E::kBytes : x.column);
-#pragma unroll(VECTOR && ceil_div(ROWS, down) <= 16 ? ceil_div(ROWS, down) : 1)
+#pragma unroll(VECTOR && ceil_div(ROWS, down) <= AT_ONCE ? ceil_div(ROWS, down) : 1)
         for (int j = 0; j < ceil_div(ROWS, down); ++j) {
             const int r = thread_row + j * down;
             const int count = static_cast<u32>(r) - begin < rows_inside && wanted(first + r) ? width : 0;

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..masks import parts_of
 from ..problem import Operand, Problem, Side
 
 ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -85,6 +86,16 @@ class Work:
             return 0
         return 4 if self.name.startswith("teacher") else 3
 
+    @cached_property
+    def mask_level(self) -> int:
+        """How many registers a mask takes: 0 a bound, 1 an interval or places, 2 pairs apart, 3 all of that."""
+        parts = parts_of(self.problem.mask)
+        if len(parts) > 2:
+            return 3
+        if any(part.holes for part in parts):
+            return 2
+        return int(self.problem.mask.parts not in ((), ("causal",), ("lengths",)))
+
     @property
     def sides(self) -> tuple[Side, Side]:
         return self.problem.teacher, self.problem.student
@@ -105,8 +116,8 @@ class TileRow:
     `rows` of the stationary operand belong to a block of `warps` computing warps, each with `warp_tiles` strips of 16;
     `columns` rows of the other operand are streamed at a time, `stages` buffers in flight, and the kernel is compiled
     to leave room for `min_blocks` blocks per multiprocessor. `unroll` steps of 16 along the head dim are unrolled. The
-    row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one, on GPUs older than
-    `before`.
+    row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one, to masks up to
+    `max_mask` of `Work.mask_level`, to at most `max_vectors` row vectors, on GPUs older than `before`.
     """
 
     warps: int
@@ -119,6 +130,8 @@ class TileRow:
     unroll: int = 4
     max_out: int = 256
     before: tuple[int, int] = (99, 0)
+    max_mask: int = 3
+    max_vectors: int = 4
 
     @property
     def rows(self) -> int:
@@ -181,6 +194,8 @@ class Family(ABC):
             for row in self.table(work)
             if work.dim <= row.max_dim
             and work.out_dim <= row.max_out
+            and work.mask_level <= row.max_mask
+            and work.row_vectors <= row.max_vectors
             and facts.compute_capability < row.before
             and self.smem_bytes(work, row) <= facts.smem_per_block
         ]

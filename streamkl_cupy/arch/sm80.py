@@ -31,17 +31,26 @@ _FORWARD_F32 = (
 )
 
 _GRADIENT = (
-    TileRow(4, 2, 64, 2, 2, 64, "as the forward; unroll 4 spills, and sm_120 spills any", unroll=3, before=(10, 0)),
-    TileRow(4, 2, 48, 2, 2, 64, "3 % slower on an H100"),
-    TileRow(4, 2, 32, 2, 2, 128, "as the forward; unroll 8 is 3 % faster and spills under a mask", unroll=4),
+    TileRow(
+        4, 2, 64, 2, 2, 64, "as the forward; unroll 4 spills, and sm_120 spills any", 3, before=(10, 0), max_mask=0
+    ),
+    TileRow(4, 2, 48, 2, 2, 64, "3 % slower on an H100", max_mask=0),
+    TileRow(4, 2, 48, 2, 2, 64, "room for a mask's registers", unroll=3, max_mask=1),
+    TileRow(4, 2, 48, 2, 2, 64, "a sparse mask's too; sm_120 spills", unroll=3, max_mask=2, before=(10, 0)),
+    TileRow(4, 2, 32, 2, 2, 128, "as the forward; unroll 8 is 3 % faster and spills under a mask", 4, max_mask=0),
+    TileRow(4, 2, 32, 2, 2, 128, "room for a mask's registers", unroll=3, max_mask=1),
+    TileRow(4, 2, 32, 2, 2, 128, "a sparse mask's too; sm_120 spills", 3, max_mask=2, max_vectors=3, before=(10, 0)),
+    TileRow(4, 2, 16, 2, 2, 128, "room for a sparse mask's registers beside four row vectors", unroll=3, max_mask=2),
     TileRow(2, 1, 32, 2, 2, 128, "few rows in all: more blocks", unroll=2),
-    TileRow(4, 1, 32, 2, 1, 576, "one strip per warp: room for long rows and outputs", unroll=1),
+    TileRow(4, 1, 32, 2, 1, 576, "one strip per warp: room for long rows and outputs", unroll=1, max_mask=0),
+    TileRow(4, 1, 32, 2, 1, 576, "the same beside a mask's registers", unroll=1, max_out=192),
     TileRow(4, 1, 16, 1, 1, 576, "the same in less shared memory", unroll=1),
-    TileRow(2, 1, 16, 1, 1, 576, "fits 99 KiB at the largest head dims", unroll=1),
+    TileRow(2, 1, 16, 1, 1, 576, "fits 99 KiB at the largest head dims", unroll=1, max_mask=0),
+    TileRow(2, 1, 16, 1, 1, 576, "the same beside a mask's registers", unroll=3),
 )
 
 _GRADIENT_F32 = (
-    TileRow(4, 2, 32, 2, 1, 64, "as the forward; sm_120 spills", unroll=1, before=(10, 0)),
+    TileRow(4, 2, 32, 2, 1, 64, "as the forward; sm_120 spills", unroll=1, before=(10, 0), max_mask=1),
     TileRow(8, 1, 32, 2, 1, 128, "eight warps hide the splitting; one strip pays for the output", unroll=1),
     TileRow(2, 1, 16, 2, 1, 128, "few rows in all, or 99 KiB", unroll=1),
     TileRow(2, 1, 16, 1, 1, 256, "room for long rows", unroll=1),

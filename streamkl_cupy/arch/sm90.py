@@ -50,12 +50,14 @@ _GRADIENT_Q = (
 )
 
 _GRADIENT_K = (
-    TileRow(8, 1, 128, 4, 1, 64, "as for queries"),
-    TileRow(8, 1, 96, 3, 1, 128, "as for queries"),
-    TileRow(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks"),
-    TileRow(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks"),
+    TileRow(8, 1, 128, 4, 1, 64, "as for queries", max_mask=2),
+    TileRow(8, 1, 96, 3, 1, 128, "as for queries", max_mask=2),
+    TileRow(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks", max_mask=1),
+    TileRow(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks", max_mask=2),
     TileRow(8, 1, 64, 3, 1, 192, "320 columns of both sides together"),
-    TileRow(8, 1, 48, 2, 1, 256, "two stages beside the widest rows"),
+    TileRow(4, 1, 64, 3, 1, 128, "few rows in all, and a mask's registers"),
+    TileRow(8, 1, 48, 2, 1, 256, "two stages beside the widest rows", max_mask=2),
+    TileRow(8, 1, 32, 3, 1, 256, "and a mask's registers"),
 )
 
 _TILES = {"forward": _FORWARD, "gradient_q": _GRADIENT_Q, "gradient_k": _GRADIENT_K}
@@ -64,7 +66,7 @@ _TILES = {"forward": _FORWARD, "gradient_q": _GRADIENT_Q, "gradient_k": _GRADIEN
 _REGISTERS = {
     "forward": {(4, 1): (112, 32), (3, 1): (152, 32), (2, 1): (224, 40), (1, 1): (240, 40), (2, 2): (104, 24)},
     "gradient_q": {(2, 1): (240, 24), (1, 1): (240, 40)},
-    # A producer that fetches row vectors needs more.
+    # A producer that fetches row vectors needs more, and so does one that asks every part of a long mask.
     "gradient_k": {(2, 1): (232, 40), (1, 1): (240, 40)},
 }
 
@@ -135,7 +137,8 @@ class _Hopper(Family):
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
         if isinstance(tile, FusedRow):
             return sm90_fused.constants(work, tile)
-        consumer, producer = _REGISTERS[_role(work)][tile.warps // 4, tile.min_blocks]
+        role = "gradient_k" if work.kind != "forward" and work.mask_level > 2 else _role(work)
+        consumer, producer = _REGISTERS[role][tile.warps // 4, tile.min_blocks]
         return {
             **({"SKL_PIECE_CHUNKS": self._piece_chunks(tile)} if work.kind == "forward" else {}),
             "SKL_MIN_BLOCKS": tile.min_blocks,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..masks import parts_of
 from . import TileRow, Work
 
 COLUMNS = 64
@@ -22,7 +23,7 @@ MAX_OUT = 128
 
 # Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer; registers of each.
 THREADS = 256 + 128 + 128
-CONSUMER_REGISTERS, QUERY_GRADIENT_REGISTERS, PRODUCER_REGISTERS = 208, 64, 32
+CONSUMER_REGISTERS, QUERY_GRADIENT_REGISTERS, PRODUCER_REGISTERS = 192, 80, 40
 HELPER_THREADS = 128
 
 
@@ -54,6 +55,8 @@ def refuses(work: Work) -> str:
     """Why the work must be done by a kernel per gradient; empty where it can be fused."""
     if work.out_dim > MAX_OUT:
         return f"registers hold gradients of head dims up to {MAX_OUT}"
+    if sum(part.holes is not None for part in parts_of(work.problem.mask)) > 1:
+        return "registers hold the state of one part of a mask with holes"
     return ""
 
 
@@ -92,8 +95,10 @@ def workspace_bytes(work: Work) -> int:
 
 
 def query_tiles(work: Work) -> int:
-    """Tiles of queries, which are also the blocks per head of the kernels before and after; with packed sequences as many
-    as any lengths need."""
+    """Tiles of queries, which are also the blocks per head of the kernels before and after.
+
+    With packed sequences as many as any lengths need.
+    """
     problem = work.problem
     if problem.sequences:
         return problem.queries // COLUMNS + problem.sequences + 1

@@ -189,7 +189,7 @@ def visible(
     if key_lengths is not None:
         seen = seen & (np.arange(N) < np.asarray(key_lengths)[:, None, None, None])
     if key_mask is not None:
-        seen = seen & np.asarray(key_mask).reshape(-1, 1, 1, N)
+        seen = seen & np.atleast_2d(np.asarray(key_mask))[:, None, None, :]
     if block_mask is not None:
         blocks = block_mask.dense()
         rows = np.repeat(blocks, block_mask.query_block, axis=1)[:, :M]
