@@ -59,7 +59,7 @@ def problems(quick: bool) -> Iterator[Problem]:
     yield Problem(1, 2, 70, 2, 2, 90, 64, 64, options={"causal": True, "q_offset": -20}, strided=True)
     yield Problem(1, 1, 3, 1, 1, 5000, 64, 64)
     pattern = patterns.from_dense(
-        np.random.default_rng(1).random((4, 7, 8)) < 0.3, queries=301, keys=333, block=(48, 48)
+        np.random.default_rng(1).random((4, 7, 7)) < 0.3, queries=301, keys=333, block=(48, 48)
     )
     masks: dict[str, dict[str, Any]] = {
         "window": {"window": (40, 9)},

@@ -96,6 +96,7 @@ constexpr int kBarriersAt = kTermsAt + kOwnRing * kTermBytes;
 constexpr int kBarriers = 3 + 2 * (kOtherRing + kOwnRing + kHandovers);
 
 static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
+static_assert(!Mask::kListed, "plan: one thread feeds this kernel, and lists are searched by whole warps");
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
 static_assert(kSubs == 1 || (kSubs == 2 && Own::kChunks == 1), "plan: registers hold two gradients of up to 64 columns");
 static_assert(sizeof(HopperFusedArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperFusedArgs differ");

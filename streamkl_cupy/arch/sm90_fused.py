@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..masks import parts_of
 from . import TileRow, Work
 
 COLUMNS = 64
@@ -55,8 +54,8 @@ def refuses(work: Work) -> str:
     """Why the work must be done by a kernel per gradient; empty where it can be fused."""
     if work.out_dim > MAX_OUT:
         return f"registers hold gradients of head dims up to {MAX_OUT}"
-    if sum(part.holes is not None for part in parts_of(work.problem.mask)) > 1:
-        return "registers hold the state of one part of a mask with holes"
+    if work.problem.mask.pattern is not None:
+        return "lists of tiles are searched by whole warps, and one thread feeds this kernel"
     return ""
 
 
