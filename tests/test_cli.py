@@ -558,6 +558,16 @@ def test_compile_lists_without_compiling(cache: Path, capsys: pytest.CaptureFixt
     assert not cache.exists()
 
 
+def test_compile_lists_the_masks_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    choice = ["compile", "--arch", "sm_90", "--dims", "64", "--dtype", "bfloat16", "--list"]
+    assert main([*choice, "--masks", "keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("kernels/key_bits.cu" in line for line in lines)
+    assert all(" keys: " in line for line in lines)
+    assert main(choice) == 0
+    assert "keys" not in capsys.readouterr().out
+
+
 def test_compile_says_what_is_wrong_with_a_kernel() -> None:
     entry = catalogue.entries("sm_90", [(64, 64)], [catalogue.ELEMENT_TYPES[0]])[0][0]
     built = [catalogue.Built(entry, 255, 8, ("a note",), 2048, True), catalogue.Built(entry, error="no")]

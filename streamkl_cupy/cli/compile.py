@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from .. import arrays, catalogue, settings
-from ..catalogue import DIMS, ELEMENT_TYPES, Built
+from ..catalogue import DIMS, ELEMENT_TYPES, MASKS, PLAIN, Built
 from ..compile import supported_archs
 from ..errors import CompilerError
 from . import report
@@ -21,6 +21,7 @@ examples:
   python -m streamkl_cupy compile                                  for the GPU of this machine
   python -m streamkl_cupy compile --arch sm_80 sm_90 sm_120        for other machines; no GPU needed
   python -m streamkl_cupy compile --dims 64 128 192/128 --dtype bfloat16
+  python -m streamkl_cupy compile --dims 128 --masks none causal packed blocks
   STREAMKL_CACHE_DIR=/opt/kernels python -m streamkl_cupy compile --arch sm_90     into an image
 
 A call whose kernel is not in the list compiles it at its first use and keeps it, as always.
@@ -38,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", nargs="+", choices=names, metavar="TYPE", help=f"only these of {', '.join(names)}; default: all"
     )
+    parser.add_argument(
+        "--masks",
+        nargs="+",
+        choices=MASKS,
+        default=PLAIN,
+        metavar="MASK",
+        help=f"of {', '.join(MASKS)}; default: {' '.join(PLAIN)}",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="processes; default: one per core")
     parser.add_argument("--list", action="store_true", help="list what would be compiled, and stop")
 
@@ -52,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     listed = []
     refused = []
     for arch in archs:
-        found, without = catalogue.entries(arch, pairs, types)
+        found, without = catalogue.entries(arch, pairs, types, options.masks)
         listed += found
         refused += [f"{arch} {line}" for line in without]
     for line in refused:
