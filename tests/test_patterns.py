@@ -630,11 +630,11 @@ def test_plot_draws_heads_and_what_they_see_together(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image", reason="needs matplotlib, of the examples extra")
     made = patterns.sharded(4, window=64, stride=4, queries=20000, causal=True)
     figure = made.plot()
-    assert [axis.get_title() for axis in figure.axes] == [
+    assert [axis.get_title("center") for axis in figure.axes] == [
         *(f"head {h}" for h in range(4)),
         "together: 100 % of the context",
     ]
-    assert "together: 50" in made.plot([0, 2], columns=2).axes[-1].get_title()
+    assert "together: 50" in made.plot([0, 2], columns=2).axes[-1].get_title("center")
     figure.savefig(tmp_path / "pattern.png")
     pixels = image.imread(tmp_path / "pattern.png")
     assert pixels[..., :3].std() > 0.1, "the plot is all but blank"

@@ -122,33 +122,35 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], subtitle: str) -> None:
     passes = list(dict.fromkeys(row["pass"] for row in measured))
     if not passes:
         raise ValueError("nothing was measured, so there is nothing to plot")
-    plt.rcParams |= {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
-    figure, axes = plt.subplots(
-        2, len(passes), figsize=(3.6 * len(passes) + 1, 6.4), layout="constrained", squeeze=False, sharex=True
-    )
-    for column, name in enumerate(passes):
-        for axis, value, scale in ((axes[0][column], "ms_median", 1.0), (axes[1][column], "peak_bytes", 2.0**-20)):
-            for peer, colour in COLOURS.items():
-                points = sorted(
-                    (row["keys"], row[value] * scale, row["title"])
-                    for row in measured
-                    # Zero has no place on a logarithmic axis: an operation that allocates nothing is not drawn.
-                    if row["pass"] == name and row["peer"] == peer and row[value]
-                )
-                if points:
-                    x, y, titles = zip(*points)
-                    axis.plot(x, y, color=colour, marker="o", markersize=3.5, linewidth=1.4, label=titles[0])
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.yaxis.set_minor_formatter("")
-            axis.grid(color="0.9")
-            axis.spines[["top", "right"]].set_visible(False)
-        axes[0][column].set_title(name.replace("_", " "))
-        axes[1][column].set_xlabel("N (keys)")
-    axes[0][0].set_ylabel("milliseconds")
-    axes[1][0].set_ylabel("peak extra memory, MiB")
-    handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(subtitle, fontsize=9, x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    # For this figure only: whoever calls keeps their own style.
+    with plt.rc_context():
+        plt.rcParams |= {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
+        figure, axes = plt.subplots(
+            2, len(passes), figsize=(3.6 * len(passes) + 1, 6.4), layout="constrained", squeeze=False, sharex=True
+        )
+        for column, name in enumerate(passes):
+            for axis, value, scale in ((axes[0][column], "ms_median", 1.0), (axes[1][column], "peak_bytes", 2.0**-20)):
+                for peer, colour in COLOURS.items():
+                    points = sorted(
+                        (row["keys"], row[value] * scale, row["title"])
+                        for row in measured
+                        # Zero has no place on a logarithmic axis: an operation that allocates nothing is not drawn.
+                        if row["pass"] == name and row["peer"] == peer and row[value]
+                    )
+                    if points:
+                        x, y, titles = zip(*points)
+                        axis.plot(x, y, color=colour, marker="o", markersize=3.5, linewidth=1.4, label=titles[0])
+                axis.set_xscale("log", base=2)
+                axis.set_yscale("log")
+                axis.yaxis.set_minor_formatter("")
+                axis.grid(color="0.9")
+                axis.spines[["top", "right"]].set_visible(False)
+            axes[0][column].set_title(name.replace("_", " "))
+            axes[1][column].set_xlabel("N (keys)")
+        axes[0][0].set_ylabel("milliseconds")
+        axes[1][0].set_ylabel("peak extra memory, MiB")
+        handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+        figure.suptitle(subtitle, fontsize=9, x=0.01, ha="left")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)

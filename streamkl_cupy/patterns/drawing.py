@@ -36,7 +36,7 @@ def draw(pattern: BlockPattern, heads: list[int], columns: int) -> Any:
     extent = (0, max(pattern.keys, 1), max(pattern.queries, 1), 0)  # a picture of nothing still has a size
     for axis, (title, image) in zip(axes, maps.items(), strict=False):
         axis.imshow(image, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest", aspect="auto")
-        axis.set_title(title, fontsize=9)
+        axis.set_title(title, loc="center", fontsize=9)
         axis.tick_params(labelsize=7)
         if pattern.diagonal is not None:
             # Row i sees keys up to i + diagonal: the edge of what there is to see.
