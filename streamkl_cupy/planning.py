@@ -115,6 +115,8 @@ class Plan:
     fused: tuple[FusedPlan, ...] = ()
     """What computes both gradients of a side when both are wanted, there is room for its workspace and equal bits from
     run to run are not asked for; otherwise each has its own kernel."""
+    unfused: tuple[tuple[str, str], ...] = ()
+    """Sides that have no such pass, and why."""
 
     def backward_bytes(self, wrt: Collection[str]) -> int:
         """Workspace of a backward for these inputs; without it each gradient is computed by its own kernel."""
@@ -144,6 +146,7 @@ class Plan:
             f"  {self.forward}",
             *([f"  {self.combine}"] if self.combine else []),
             *(f"  {fused}" for fused in self.fused),
+            *(f"  {side}: a kernel per gradient ({why})" for side, why in self.unfused),
             *(f"  {kernel}" for _, kernel in self.gradients),
         ]
         return "\n".join(lines)
@@ -183,6 +186,7 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     bits = _key_bits(problem, facts)
     # What follows the bits starts on a line of its own.
     mask_bytes = -(-problem.batch * _bit_words(problem) * 4 // 128) * 128 if bits else 0
+    passes = {side: _fused(Work(problem, side), facts) for side in SIDES}
     return Plan(
         problem=problem,
         forward=forward,
@@ -191,20 +195,23 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         workspace_bytes=mask_bytes + (4 * DIVERGENCES["kl"].state_floats * forward.splits * rows if split else 0),
         key_bits=bits,
         mask_bytes=mask_bytes,
-        fused=tuple(fused for side in SIDES if (fused := _fused(Work(problem, side), facts))),
+        fused=tuple(x for x in passes.values() if isinstance(x, FusedPlan)),
+        unfused=tuple((side, x) for side, x in passes.items() if isinstance(x, str)),
     )
 
 
-def _fused(work: Work, facts: DeviceFacts) -> FusedPlan | None:
-    """Both gradients of a side in one pass, where a family can and the order of sums may vary."""
-    family = next((family for family in families() if not family.refuses(work, facts)), None)
-    if family is None or work.problem.deterministic:
-        return None
+def _fused(work: Work, facts: DeviceFacts) -> FusedPlan | str:
+    """Both gradients of a side in one pass, where a family can and the order of sums may vary; else why not."""
+    if work.problem.deterministic:
+        return "deterministic=True: one pass adds its sums in no fixed order"
+    family, refusals = _family(work, facts)
+    if family is None:
+        return _joined(refusals)
+    main = _kernel(work, facts)
     tiles, threads = family.helpers(work)
     blocks = work.problem.batch * work.problem.heads * tiles
     if blocks > MAX_GRID:
-        return None
-    main = _kernel(work, facts)
+        return f"{blocks} blocks before and after exceed the grid limit of {MAX_GRID}"
 
     def helper(does: str) -> KernelPlan:
         return replace(main, symbol=f"{main.symbol}_{does}", smem_bytes=0, blocks=blocks, threads=threads)
@@ -217,20 +224,26 @@ def _fused(work: Work, facts: DeviceFacts) -> FusedPlan | None:
     )
 
 
-def _family(work: Work, facts: DeviceFacts) -> tuple[Family, str]:
-    """The first family that does the work, and why those before it do not."""
-    reasons: list[str] = []
+def _family(work: Work, facts: DeviceFacts) -> tuple[Family | None, dict[str, str]]:
+    """The first family that does the work, if any, and why those before it do not, by name."""
+    refusals: dict[str, str] = {}
     for family in families():
         reason = family.refuses(work, facts)
         if not reason:
-            return family, "; ".join(reasons)
-        reasons.append(f"not {family.name}: {reason}")
-    raise NotImplementedError(reason)
+            return family, refusals
+        refusals[family.name] = reason
+    return None, refusals
+
+
+def _joined(refusals: dict[str, str]) -> str:
+    return "; ".join(f"not {name}: {reason}" for name, reason in refusals.items())
 
 
 def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
     problem, kind = work.problem, work.kind
-    family, reason = _family(work, facts)
+    family, refusals = _family(work, facts)
+    if family is None:
+        raise NotImplementedError(list(refusals.values())[-1])
     tile = _tile(family, work, facts)
     # The lengths of sequences are not known here: however they are cut, each has at most one tile that is not full, and
     # what follows the last one is like one more.
@@ -269,7 +282,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
     return KernelPlan(
         name=work.name,
         family=family.name,
-        reason=reason,
+        reason=_joined(refusals),
         entry=entry,
         symbol=symbol,
         arch=family.flag(facts.compute_capability),

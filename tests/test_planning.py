@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from streamkl_cupy import launch
+from streamkl_cupy import launch, patterns
 from streamkl_cupy.arch import ARGS_BYTES, SIDES, Work, families, sm80, sm90, sm90_fused
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
@@ -113,10 +114,26 @@ def test_both_gradients_of_a_side_share_a_pass_where_that_can_be() -> None:
         assert p.backward_bytes(wrt) == 0
     assert f"workspace {student.workspace_bytes} B" in str(p)
     assert [fused.side for fused in plan().fused] == ["teacher", "student"]
-    for what in ({"deterministic": True}, {"dtypes": ("float32",) * 2}, {"dims": (256, 192)}, {"aligned": False}):
-        assert plan(**what).fused == ()
-        assert plan(**what).backward_bytes(INPUT_NAMES) == 0
-    assert plan("sm_80").fused == ()
+    for what, why in (
+        ({"deterministic": True}, "adds its sums in no fixed order"),
+        ({"dtypes": ("float32",) * 2}, "it multiplies 16-bit elements"),
+        ({"dims": (256, 192)}, "registers hold gradients of head dims up to 128"),
+        ({"aligned": False}, "16-byte boundaries"),
+        ({"arch": "sm_80"}, "it needs compute capability 9.0"),
+    ):
+        unfused = plan(**what)
+        assert unfused.fused == ()
+        assert unfused.backward_bytes(INPUT_NAMES) == 0
+        for side in SIDES:
+            assert re.search(f"{side}: a kernel per gradient .*{why}", str(unfused))
+    assert plan().unfused == ()
+
+
+def test_one_mask_with_holes_leaves_registers_for_one_pass() -> None:
+    pattern = patterns.local(256, queries=8192)
+    assert plan(mask=MaskSpec(("causal", "blocks"), (("q_offset", 0),), pattern)).unfused == ()
+    assert plan(mask=MaskSpec(("lengths", "keys"))).unfused == ()
+    assert "registers hold one mask with holes" in str(plan(mask=MaskSpec(("keys", "blocks"), (), pattern)))
 
 
 def test_limits_are_errors() -> None:

@@ -15,8 +15,9 @@
 // Main kernel:
 //
 //   block     kRows keys of one own key head, resident in shared memory
-//   producer  one thread; streams queries, kColumns at a time: other side and own side through a ring each, the own one
-//             with the terms. Other keys are loaded anew where the query head reads other ones
+//   producer  one warp, whose first lane issues copies (lists of tiles are searched by whole warps); streams queries,
+//             kColumns at a time: other side and own side through a ring each, the own one with the terms. Other keys are
+//             loaded anew where the query head reads other ones
 //   consumers two warpgroups, 64 of every 128 keys each: both scores, transposed (keys x queries), become dX^T, which is
 //             operand A of dK from registers, and goes through shared memory to
 //   dQ        one warpgroup: dX (read transposed) times the own keys, 64 columns at a time; each warp stages its rows in
@@ -73,7 +74,7 @@ constexpr int kStagings = SKL_STAGINGS;    // buffers between dQ and the copy en
 constexpr bool kNarrow = E::kNarrowExponent;         // gradients of logits are scaled by powers of two
 constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^(kTopExponent - exponent)
 
-constexpr int kFinishThreads = 128;
+constexpr int kHelperThreads = 128;  // of the kernels before and after
 constexpr int kTurnBarrier = kGroups + 2;  // one per consumer; those before are the warpgroups' own
 constexpr int kOutTiles = 2 * Own::kSteps;  // tiles of 8 columns of dK
 
@@ -96,7 +97,6 @@ constexpr int kBarriersAt = kTermsAt + kOwnRing * kTermBytes;
 constexpr int kBarriers = 3 + 2 * (kOtherRing + kOwnRing + kHandovers);
 
 static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
-static_assert(!Mask::kListed, "plan: one thread feeds this kernel, and lists are searched by whole warps");
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
 static_assert(kSubs == 1 || (kSubs == 2 && Own::kChunks == 1), "plan: registers hold two gradients of up to 64 columns");
 static_assert(sizeof(HopperFusedArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperFusedArgs differ");
@@ -164,14 +164,15 @@ struct Entry {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(128) streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
+extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Workspace space(all.fused);
     const Entry at(space, args.n);
 
     float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * (kColumns * Own::kDim));
 #pragma unroll
-    for (int i = 0; i < kColumns * Own::kDim / 4 / 128; ++i) sums[threadIdx.x + 128 * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int i = 0; i < kColumns * Own::kDim / 4 / kHelperThreads; ++i)
+        sums[threadIdx.x + kHelperThreads * i] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (threadIdx.x >= 32) return;
 
     const Mask mask(args.n, at.place, at.batch, at.head);
@@ -190,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(128) streamkl_fused_prepare(const _
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kFinishThreads) streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
+extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Tensor4& out = all.fused.out_q;
     const Workspace space(all.fused);
@@ -201,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(kFinishThreads) streamkl_fused_fini
     // upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
     constexpr int kParts = Own::kDim / 8;
 #pragma unroll
-    for (int i = threadIdx.x; i < 32 * kParts; i += kFinishThreads) {
+    for (int i = threadIdx.x; i < 32 * kParts; i += kHelperThreads) {
         const int part = i % kParts, quad = i / kParts, upper = quad / 8 * 16 + quad % 8, chunk = part / 8;
         const float4* const from = reinterpret_cast<const float4*>(sums + sum_index(chunk, part % 8, quad * 4));
         const float4 x[4] = {from[0], from[1], from[2], from[3]};
@@ -224,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kFinishThreads) streamkl_fused_fini
 }
 
 // dX^T with g of one consumer thread as operand A, a fragment per 16 queries.
-using Gradients = u32[kTiles / 2][4];
+using Gradients = FragmentA<Own::kCode>[kTiles / 2];
 
 // Puts one fragment where the dQ warpgroup reads: 16 queries further are 32 bytes further in the row, under the swizzle too.
 __device__ inline void hand_over(u32 hand, int k, const u32 (&fragment)[4]) { stmatrix_x4(hand ^ (k << 5), fragment); }
@@ -264,10 +265,9 @@ __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& o
 #pragma unroll
     for (int k = 0; k < kTiles / 2; ++k) {
         if constexpr (kNarrow) {
-            u32 plain[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) plain[i] = pack(own[2 * k + i / 2][2 * (i % 2)], own[2 * k + i / 2][2 * (i % 2) + 1]);
-            hand_over(hand, k, plain);
+            FragmentA<Own::kCode> plain;
+            accumulators_to_a<Own::kCode>(plain, own[2 * k], own[2 * k + 1]);
+            hand_over(hand, k, plain.r[0]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 RowTerms x[2];
@@ -280,8 +280,7 @@ __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& o
                 }
             }
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[k][i] = pack(own[2 * k + i / 2][2 * (i % 2)], own[2 * k + i / 2][2 * (i % 2) + 1]);
+        accumulators_to_a<Own::kCode>(out[k], own[2 * k], own[2 * k + 1]);
     }
 }
 
@@ -336,44 +335,51 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
 
     if (group == kGroups + 1) {
         registers_lower<SKL_PRODUCER_REGISTERS>();
-        if (threadIdx.x == kThreads + 128) {
-            const TensorMap& other_q = kSide == kTeacher ? all.student_q : all.teacher_q;
-            const TensorMap& other_k = kSide == kTeacher ? all.student_k : all.teacher_k;
-            const TensorMap& own_q = kSide == kTeacher ? all.teacher_q : all.student_q;
-            const TensorMap& own_k = kSide == kTeacher ? all.teacher_k : all.student_k;
-            const Workspace space(all.fused);
-            RingCursor<1> at_keys;
-            RingCursor<kOtherRing> at_other;
-            RingCursor<kOwnRing> at_own;
+        if (threadIdx.x >= kThreads + 160) return;
+        const TensorMap& other_q = kSide == kTeacher ? all.student_q : all.teacher_q;
+        const TensorMap& other_k = kSide == kTeacher ? all.student_k : all.teacher_k;
+        const TensorMap& own_q = kSide == kTeacher ? all.teacher_q : all.student_q;
+        const TensorMap& own_k = kSide == kTeacher ? all.teacher_k : all.student_k;
+        const Workspace space(all.fused);
+        RingCursor<1> at_keys;
+        RingCursor<kOtherRing> at_other;
+        RingCursor<kOwnRing> at_own;
+        if (lane == 0) {
             mbarrier_expect(own_keys, Own::bytes(kRows));
-            load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, place.first_key + first_key, block.head,
-                                block.batch);
-            for (int head = first_head; head < end_head; ++head) {
-                if (new_keys(head)) {
-                    mbarrier_wait(keys_empty, at_keys.parity ^ 1);
+            load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, place.first_key + first_key, block.head, block.batch);
+        }
+        for (int head = first_head; head < end_head; ++head) {
+            if (new_keys(head)) {
+                mbarrier_wait(keys_empty, at_keys.parity ^ 1);
+                if (lane == 0) {
                     mbarrier_expect(keys_full, Other::bytes(kRows));
                     load_chunks<kRows>(base + kOtherKeysAt, other_k, keys_full, 0, Other::kChunks, place.first_key + first_key,
                                        head / other_group, block.batch);
-                    at_keys.advance();
                 }
-                const float* const terms = space.terms + space.entry(block.batch, head, place, 0) * Terms::kFloats;
-                for (Cursor<Mask> walk = walk_of(head); walk.more(); walk.next()) {
-                    const int query = place.first_query + walk.row();
-                    mbarrier_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
+                at_keys.advance();
+            }
+            const float* const terms = space.terms + space.entry(block.batch, head, place, 0) * Terms::kFloats;
+            for (Cursor<Mask> walk = walk_of(head); walk.more(); walk.next()) {
+                const int query = place.first_query + walk.row();
+                mbarrier_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
+                if (lane == 0) {
                     const u32 other = other_full + 8 * at_other.slot;
                     mbarrier_expect(other, kOtherTileBytes);
                     load_chunks<kColumns>(base + kOtherAt + at_other.slot * kOtherTileBytes, other_q, other, 0, Other::kChunks, query,
                                           head, block.batch);
-                    at_other.advance();
-                    mbarrier_wait(own_empty + 8 * at_own.slot, at_own.parity ^ 1);
+                }
+                at_other.advance();
+                mbarrier_wait(own_empty + 8 * at_own.slot, at_own.parity ^ 1);
+                if (lane == 0) {
                     const u32 own = own_full + 8 * at_own.slot;
                     mbarrier_expect(own, kOwnTileBytes + kTermBytes);
                     load_chunks<kColumns>(base + kOwnAt + at_own.slot * kOwnTileBytes, own_q, own, 0, Own::kChunks, query, head,
                                           block.batch);
                     bulk_load(base + kTermsAt + at_own.slot * kTermBytes, terms + static_cast<i64>(walk.tile()) * Terms::kFloats, kTermBytes,
                               own);
-                    at_own.advance();
                 }
+                __syncwarp();  // a lane may not fall two rounds behind: parities could not tell
+                at_own.advance();
             }
         }
         return;
@@ -513,13 +519,13 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         if constexpr (!kNarrow) {
             mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
 #pragma unroll
-            for (int k = 0; k < kTiles / 2; ++k) hand_over(hand, k, dx[k]);
+            for (int k = 0; k < kTiles / 2; ++k) hand_over(hand, k, dx[k].r[0]);
         }
         handed_over();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTiles / 2; ++k)
-            wgmma<Own::kHalf, 1>(sum, dx[k], ring_own_rows + static_cast<u64>((slot * kOwnTileBytes + k * 2048) >> 4), 1);
+            wgmma<Own::kHalf, 1>(sum, dx[k].r[0], ring_own_rows + static_cast<u64>((slot * kOwnTileBytes + k * 2048) >> 4), 1);
         wgmma_commit();
     };
     // One step on a full tile; with MORE the next one is full too, and its products are done afterwards. They start before

@@ -34,8 +34,6 @@ struct AllOf : Parts... {
         return place;
     }
     __device__ AllOf(const Extents& n, const Place& place, int batch, int head) : AllOf(n, place, batch, head, Words{n.mask}) {}
-    // The whole of a problem, whatever the head.
-    __device__ explicit AllOf(const Extents& n) : AllOf(n, Place{n.queries, n.keys, 0, 0, 0}, 0, 0) {}
 
     __device__ Range keys_of(int q0, int q1) const {
         Range keys{0, place.keys};

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..masks import parts_of
 from . import TileRow, Work
 
 COLUMNS = 64
@@ -54,8 +55,8 @@ def refuses(work: Work) -> str:
     """Why the work must be done by a kernel per gradient; empty where it can be fused."""
     if work.out_dim > MAX_OUT:
         return f"registers hold gradients of head dims up to {MAX_OUT}"
-    if work.problem.mask.pattern is not None:
-        return "lists of tiles are searched by whole warps, and one thread feeds this kernel"
+    if sum(part.holes is not None for part in parts_of(work.problem.mask)) > 1:
+        return "registers hold one mask with holes"
     return ""
 
 
