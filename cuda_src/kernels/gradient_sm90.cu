@@ -1,7 +1,7 @@
 // Backward on Hopper: the mathematics of gradient_sm80.cu with asynchronous copies and warpgroup products. One source for
 // the gradients of all four inputs; with X the logits of the differentiated side and dX = g * dvalue/dX,
 //
-//   stationary queries:  dQ = c  dX K       streams keys; g waits for the epilogue
+//   stationary queries:  dQ = c dX K       streams keys; g waits for the epilogue
 //   stationary keys:     dK = c  dX^T Q     streams queries of all heads that share the key head, with their row vectors
 //
 //   block     kRows = kGroups x 64 rows of both sides, resident in shared memory
@@ -10,22 +10,23 @@
 //   consumers kGroups warpgroups, 64 rows each: T and S (64 x kColumns) in registers become dX, which packed as operand A
 //             is multiplied with the tile it came from, read transposed. That product and the next tile's T and S are one
 //             batch for the matrix unit, and while one warpgroup waits for it the others compute: they share only barriers.
+//             kAhead: registers hold two tiles of scores, and on runs of tiles that are visible as a whole no warpgroup waits
 //
 //   barrier    arrivals                                        waited for by
 //   full[i]    1 (+ bytes), and 1 when row vectors are written consumers: slot i is filled
 //   empty[i]   one per consumer warp                           the producer: slot i may be overwritten
 //   rows_here  1 (+ bytes)                                     consumers: the resident rows are there
 //   rows_free  one per consumer warp                           the producer: the other side's keys may be exchanged
-//   edge       1 (+ bytes)                                     the producer, where it has to touch a tile before consumers do
 //
-// Rows at the ends of a tile that no row of the block meets may hold anything, NaN too. Their scores are selected away, but
-// the product with the tile would see them, so the producer writes zeros over them. No atomics and no workspace: each
-// output element has one owner and a fixed order of addition. Types of narrow exponent are scaled as in gradient_sm80.cu.
+// Rows of a tile that hold an infinity or a NaN are cleared before the product with dX, on tiles that are not visible as a
+// whole: who sees them has NaN already, and who does not must not get it. No atomics and no workspace: each output element has
+// one owner and a fixed order of addition. Types of narrow exponent are scaled as in gradient_sm80.cu.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
+#include "tile/clear.cuh"
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
 #include "tile/swizzled.cuh"
@@ -44,6 +45,7 @@ template <> struct OfSide<kTeacher> { using Operand = Teacher; };
 template <> struct OfSide<kStudent> { using Operand = Student; };
 using Out = OfSide<kSide>::Operand;
 using OutElement = Element<Out::kCode>;
+using Terms = TermLayout<Logit, kColumns>;
 
 struct HopperGradientArgs {
     TensorMap teacher_q, teacher_k, student_q, student_k;
@@ -57,13 +59,14 @@ constexpr int kOutTiles = 2 * Out::kSteps;
 constexpr int kRing = SKL_STAGES;
 constexpr int kRowBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
 constexpr int kTileBytes = Teacher::bytes(kColumns) + Student::bytes(kColumns);
-constexpr int kTermFloats = kRowsAreQueries ? 0 : Logit::kNeedsValue ? 4 : 3;        // per streamed query
-constexpr int kTermBytes = kTermFloats * kColumns * 4 + (kRowsAreQueries ? 0 : 16);  // the 16: an exponent
-constexpr int kBarriers = 2 * kRing + 3;
+constexpr int kTermBytes = kRowsAreQueries ? 0 : Terms::kFloats * 4 + 16;  // the 16: an exponent
+constexpr int kTermsPerLane = ceil_div(kColumns, 32);                      // of the producer
+constexpr bool kAhead = SKL_AHEAD;  // the next tile's scores are multiplied while this one's gradients are computed
+constexpr int kBarriers = 2 * kRing + 2;
 constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^(kTopExponent - exponent)
 
 static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
-static_assert(kRing >= 2, "plan: a tile is released only when the next one has been multiplied");
+static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of the next one, or the one after that");
 static_assert(sizeof(HopperGradientArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperGradientArgs differ");
 static_assert(1024 + kRowBytes + kRing * (kTileBytes + kTermBytes) + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
 
@@ -74,24 +77,28 @@ struct Layout {
         : rows(base), ring(base + kRowBytes), terms_ring(ring + kRing * kTileBytes), barriers(terms_ring + kRing * kTermBytes) {}
     __device__ u32 tile(int slot) const { return ring + slot * kTileBytes; }
     __device__ u32 terms(int slot) const { return terms_ring + slot * kTermBytes; }
-    __device__ u32 exponent(int slot) const { return terms(slot) + kTermFloats * kColumns * 4; }
+    __device__ u32 exponent(int slot) const { return terms(slot) + Terms::kFloats * 4; }
     __device__ u32 full(int slot) const { return barriers + 8 * slot; }
     __device__ u32 empty(int slot) const { return barriers + 8 * (kRing + slot); }
     __device__ u32 rows_here() const { return barriers + 8 * (2 * kRing); }
     __device__ u32 rows_free() const { return barriers + 8 * (2 * kRing + 1); }
-    __device__ u32 edge() const { return barriers + 8 * (2 * kRing + 2); }
 };
 
 // Offset, in a tile or in the resident rows, of the differentiated side.
 __device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : Teacher::bytes(rows); }
 
+template <bool X>
+struct Value {
+    static constexpr bool value = X;
+};
+
 // What a block works on.
 struct Task {
     Block block;
-    int first_head, end_head;     // query heads that are summed
+    int first_head, end_head;  // query heads that are summed
     Place place;
-    int row_count, column_count;  // rows of the stationary and of the streamed operand
-    Range rows;                   // the block's own
+    int row_count;             // rows of the stationary operand
+    Range rows;                // the block's own
 
     __device__ explicit Task(const Extents& n) {
         const int heads_per_block = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
@@ -101,7 +108,6 @@ struct Task {
         end_head = first_head + heads_per_block;
         place = Mask::locate(n, first_head, block.tile);
         row_count = kRowsAreQueries ? place.queries : place.keys;
-        column_count = kRowsAreQueries ? place.keys : place.queries;
         rows = {block.tile * kRows, min(block.tile * kRows + kRows, row_count)};
     }
     __device__ Mask mask(const Extents& n, int head) const { return Mask(n, place, block.batch, head); }
@@ -119,33 +125,6 @@ struct Task {
     }
 };
 
-// Where the terms of a pair of streamed queries lie: both log-sum-exps of both, then their weights, and their values.
-__device__ inline u32 pair_lse(u32 terms, int pair) { return terms + 16 * pair; }
-__device__ inline u32 pair_rest(u32 terms, int pair) { return terms + 8 * kColumns + 4 * (2 * kTermFloats - 4) * pair; }
-
-__device__ inline void read_pair(RowTerms (&x)[2], u32 terms, int pair) {
-    const float4 lse = shared_float4(pair_lse(terms, pair));
-    float4 rest = {0.f, 0.f, 0.f, 0.f};
-    if constexpr (Logit::kNeedsValue) {
-        rest = shared_float4(pair_rest(terms, pair));
-    } else {
-        const float2 weights = shared_float2(pair_rest(terms, pair));
-        rest.x = weights.x;
-        rest.y = weights.y;
-    }
-    x[0] = {lse.x, lse.z, rest.x, rest.z};
-    x[1] = {lse.y, lse.w, rest.y, rest.w};
-}
-
-__device__ inline void write_terms(u32 terms, int column, const RowTerms& x) {
-    const auto write = [](u32 address, float y) { *reinterpret_cast<float*>(__cvta_shared_to_generic(address)) = y; };
-    const u32 lse = pair_lse(terms, column / 2) + 4 * (column & 1), rest = pair_rest(terms, column / 2) + 4 * (column & 1);
-    write(lse, x.lse_t);
-    write(lse + 8, x.lse_s);
-    write(rest, x.weight);
-    if constexpr (Logit::kNeedsValue) write(rest + 8, x.value);
-}
-
 // ROWS rows of both sides, one after the other.
 template <int ROWS>
 __device__ inline void load_both(u32 shared, const TensorMap& teacher, const TensorMap& student, u32 barrier, int row, int head_t,
@@ -155,17 +134,18 @@ __device__ inline void load_both(u32 shared, const TensorMap& teacher, const Ten
     load_chunks<ROWS>(shared + Teacher::bytes(ROWS), student, barrier, 0, Student::kChunks, row, head_s, batch);
 }
 
-// Whether a tile has rows that must not enter a product. What lies beyond the arrays arrives as zeros; beyond a place that
-// is one of many lie the rows of the next one.
-template <class Met>
-__device__ inline bool needs_zeros(const Cursor<Mask>& walk, const Task& task, Range columns, Met met) {
-    const int first = walk.row(), end = Mask::kRagged ? first + kColumns : min(first + kColumns, task.column_count);
-    if (first < columns.begin || end > columns.end) return true;
-    if (!Mask::kSparse || walk.full(task.rows.begin, task.rows.end)) return false;
-    bool missing = false;
-    for (int j = lane_id(); j < kColumns; j += 32) missing = missing || (first + j < end && !met(first + j));
-    return __any_sync(~0u, missing);
-}
+// The row vectors of one head. Its reader has no time to lose: what it does, a consumer on the same scheduler waits for.
+struct RowVectors {
+    const float *lse_t, *lse_s, *weight, *value;
+    __device__ RowVectors(const GradientArgs& args, int b, int h, int first)
+        : lse_t(args.teacher_lse.at(b, h, first)), lse_s(args.student_lse.at(b, h, first)), weight(args.grad.at(b, h, first)),
+          value(Logit::kNeedsValue ? args.value.at(b, h, first) : nullptr) {}
+    // As they stand in memory, which holds anything for a row that sees no key: its pairs are hidden later.
+    __device__ RowTerms at(const GradientArgs& args, int q) const {
+        return {lse_t[q * args.teacher_lse.row], lse_s[q * args.student_lse.row], weight[q * args.grad.row],
+                Logit::kNeedsValue ? value[q * args.value.row] : 0.f};
+    }
+};
 
 // The producer: one warp, its first lane issues the tensor copies.
 __device__ inline void produce(const HopperGradientArgs& all, const Task& task, const Layout& shared) {
@@ -174,16 +154,13 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
     const int lane = lane_id(), batch = task.block.batch;
     const int first_query = task.place.first_query, first_key = task.place.first_key;
     RingCursor<kRing> at;
-    u32 edge_parity = 0, free_parity = 0;
+    u32 free_parity = 0;
     int exponent = kLowestExponent;
 
     for (int head = task.first_head; head < task.end_head; ++head) {
         const int head_t = head / n.teacher_group, head_s = head / n.student_group;  // of the keys
         const Mask mask = task.mask(n, head);
-        const Range columns = Task::met_by(mask, task.rows);
-        const auto terms_of = [&](int q) {
-            return columns.contains(q) ? read_terms<Logit>(args, mask, batch, head, q) : RowTerms{0.f, 0.f, 0.f, 0.f};
-        };
+        const RowVectors vectors(args, batch, head, first_query);
         if (task.new_rows(n, head)) {
             if (head > task.first_head) {
                 mbarrier_wait(shared.rows_free(), free_parity);
@@ -198,81 +175,86 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
             }
             __syncwarp();
         }
-        for (Cursor<Mask> walk = task.walk(mask); walk.more(); walk.next()) {
+        RowTerms x[kTermsPerLane];  // read one tile ahead, and not touched before: memory is far
+        const auto read = [&](int first) {
+            if constexpr (!kRowsAreQueries)
+#pragma unroll
+                for (int i = 0; i < kTermsPerLane; ++i) x[i] = vectors.at(args, min(first + lane + 32 * i, task.place.queries - 1));
+        };
+        Cursor<Mask> walk = task.walk(mask);
+        if (walk.more()) read(walk.row());
+        while (walk.more()) {
             const int first = walk.row();
-            const auto met = [&](int column) { return columns.contains(column) && walk.meets(task.rows.begin, task.rows.end, column); };
-            const bool edge = needs_zeros(walk, task, columns, met);
             mbarrier_wait(shared.empty(at.slot), at.parity ^ 1);
             if (lane == 0) {
-                const u32 barrier = edge ? shared.edge() : shared.full(at.slot), slot = shared.tile(at.slot);
+                const u32 barrier = shared.full(at.slot), slot = shared.tile(at.slot);
                 if (kRowsAreQueries)
                     load_both<kColumns>(slot, all.teacher_k, all.student_k, barrier, first_key + first, head_t, head_s, batch);
                 else
                     load_both<kColumns>(slot, all.teacher_q, all.student_q, barrier, first_query + first, head, head, batch);
             }
-            if (edge) {
-                mbarrier_wait(shared.edge(), edge_parity);
-                edge_parity ^= 1;
-                // Whole rows, so the swizzle inside them does not matter.
-                const float zeros[4] = {0.f, 0.f, 0.f, 0.f};
-                const u32 rows = shared.tile(at.slot) + out_offset(kColumns);
-                for (int j = lane; j < kColumns; j += 32)
-                    if (!met(first + j))
-#pragma unroll 1
-                        for (int piece = 0; piece < 8 * Out::kChunks; ++piece)  // from a piece of its own: other banks
-                            store_float4(rows + (piece / 8 * kColumns + j) * 128 + ((piece + lane) & 7) * 16, zeros);
-                async_fence();
-            }
             if constexpr (!kRowsAreQueries) {
+#pragma unroll
+                for (int i = 0; i < kTermsPerLane; ++i) {
+                    x[i].lse_t *= kLog2e;
+                    x[i].lse_s *= kLog2e;
+                    x[i].value *= kLog2e;
+                }
                 float lift = 1.f;
                 if constexpr (kNarrow) {
-                    for (int j = lane; j < kColumns; j += 32) {
-                        const RowTerms x = terms_of(first + j);
-                        const int e = exponent_of(x.weight * Logit::bound(x.value));
-                        if (e < 127) exponent = max(exponent, e);
+#pragma unroll
+                    for (int i = 0; i < kTermsPerLane; ++i) {
+                        const int q = first + lane + 32 * i, e = exponent_of(x[i].weight * Logit::bound(x[i].value));
+                        const bool seen = (q < task.place.queries) & !mask.keys_of(q, q + 1).empty() & (x[i].lse_t != -infinity());
+                        if (seen & (e < 127)) exponent = max(exponent, e);
                     }
                     exponent = __reduce_max_sync(~0u, exponent);
                     lift = power_of_two(max(kTopExponent - exponent, -126));
                     if (lane == 0) *reinterpret_cast<int*>(__cvta_shared_to_generic(shared.exponent(at.slot))) = exponent;
                 }
-                for (int j = lane; j < kColumns; j += 32) {
-                    RowTerms x = terms_of(first + j);
-                    x.weight *= lift;
-                    write_terms(shared.terms(at.slot), j, x);
+                float* const terms = reinterpret_cast<float*>(__cvta_shared_to_generic(shared.terms(at.slot)));
+#pragma unroll
+                for (int i = 0; i < kTermsPerLane; ++i) {
+                    if (kColumns % 32 > 0 && lane + 32 * i >= kColumns) continue;
+                    if constexpr (kNarrow) x[i].weight *= lift;
+                    Terms::write(terms, lane + 32 * i, x[i]);
                 }
             }
             __syncwarp();  // a lane may not fall two rounds behind: parities could not tell
-            if (lane == 0) {
-                if (edge) mbarrier_arrive(shared.full(at.slot));
-                if (!kRowsAreQueries) mbarrier_arrive(shared.full(at.slot));
-            }
+            if (!kRowsAreQueries && lane == 0) mbarrier_arrive(shared.full(at.slot));
             at.advance();
+            walk.next();
+            if (walk.more()) read(walk.row());
         }
     }
 }
 
-// t becomes the gradient of the logits. With MASKED the pairs that are not visible are set to zero after the fact,
-// whatever came out for them. Two instances, because a test inside one would be turned into selections that every tile
-// pays for.
-template <bool MASKED>
-__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4], const RowTerms (&rows)[2], u32 terms,
-                                       const Mask& mask, int row, int first_column, float ct, float cs) {
+// t becomes the gradient of the logits.
+__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4], const RowTerms (&rows)[2], u32 terms, float ct,
+                                       float cs) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
         RowTerms streamed[2];
-        if constexpr (!kRowsAreQueries) read_pair(streamed, terms, 4 * c + (lane_id() & 3));
+        if constexpr (!kRowsAreQueries) Terms::read(streamed, terms, 4 * c + (lane_id() & 3));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const RowTerms& x = kRowsAreQueries ? rows[e >> 1] : streamed[e & 1];
-            float dx = Logit::evaluate(fmaf(t[c][e], ct, -x.lse_t), fmaf(s[c][e], cs, -x.lse_s), x.value);
-            if constexpr (!kRowsAreQueries || kNarrow) dx *= x.weight;
-            if constexpr (MASKED) {
-                const int r = row + (e >> 1) * 8, other = first_column + 8 * c + 2 * (lane_id() & 3) + (e & 1);
-                if (!(kRowsAreQueries ? mask.visible(r, other) : mask.visible(other, r))) dx = 0.f;
-            }
-            t[c][e] = dx;
+            t[c][e] = Logit::evaluate(fmaf(t[c][e], ct, -x.lse_t), fmaf(s[c][e], cs, -x.lse_s), x.value);
+            if constexpr (!kRowsAreQueries || kNarrow) t[c][e] *= x.weight;
         }
     }
+}
+
+// Sets the pairs that are not visible to zero, whatever came out for them. A pass of its own: the other scores' registers are
+// free by then, and tiles that are visible as a whole do not pay for it.
+__device__ inline void hide(float (&dx)[kTiles][4], const Mask& mask, int row, int first_column) {
+#pragma unroll
+    for (int c = 0; c < kTiles; ++c)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int r = row + (e >> 1) * 8, column = first_column + 8 * c + 2 * (lane_id() & 3) + (e & 1);
+            if (!(kRowsAreQueries ? mask.visible(r, column) : mask.visible(column, r))) dx[c][e] = 0.f;
+        }
 }
 
 using Gradients = FragmentA<Out::kCode>[kTiles / 2];
@@ -310,7 +292,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         }
         mbarrier_init(shared.rows_here(), 1);
         mbarrier_init(shared.rows_free(), kWarps);
-        mbarrier_init(shared.edge(), 1);
         mbarrier_publish();
     }
     __syncthreads();
@@ -322,12 +303,13 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     }
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
-    const int lane = lane_id(), group_row = task.rows.begin + 64 * group, group_end = min(group_row + 64, task.row_count);
-    const int row = group_row + 16 * ((threadIdx.x / 32) & 3) + lane / 4;
+    const int lane = lane_id();
     const float ct = args.teacher_scale, cs = args.student_scale;
 
     const Mask mask = task.mask(n, task.first_head);
-    const Range mine = group_row < group_end ? covering(Task::met_by(mask, {group_row, group_end}), kColumns) : Range{0, 0};
+    const Range own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)};
+    const Range mine = own.begin < own.end ? covering(Task::met_by(mask, own), kColumns) : Range{0, 0};
+    const int row = own.begin + 16 * ((threadIdx.x / 32) & 3) + lane / 4;
 
     RowTerms terms[2];
     if constexpr (kRowsAreQueries) {
@@ -350,16 +332,54 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     const u64 ring_t = swizzled_descriptor(shared.ring), ring_s = ring_t + (Teacher::bytes(kColumns) >> 4);
     const u64 ring_out = swizzled_descriptor(shared.ring + out_offset(kColumns), kColumns * 128);
 
+    using Scores = float[kTiles][4];
     RingCursor<kRing> at, done;
     u32 rows_parity = 0;
+    const auto arrived = [&] { mbarrier_wait(shared.full(at.slot), at.parity); };
     const auto release = [&] {  // the next slot in order
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared.empty(done.slot));
         done.advance();
     };
     const auto skip = [&] {
-        mbarrier_wait(shared.full(at.slot), at.parity);  // or two arrivals could fall into one phase
+        arrived();  // or two arrivals could fall into one phase
         at.advance();
+        release();
+    };
+    const auto multiply_scores = [&](Scores& t, Scores& s) {  // of the tile at hand
+        const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
+        multiply_rows<Teacher, kRows, Teacher::kChunks>(t, rows_t, ring_t + offset, 0);
+        multiply_rows<Student, kRows, Student::kChunks>(s, rows_s, ring_s + offset, 0);
+    };
+    const auto hide_unseen = [&](Scores& dx, const Cursor<Mask>& walk, int slot) {
+        hide(dx, walk.mask, row, walk.row());
+        clear_non_finite<OutElement, kColumns, Out::kChunks>(shared.tile(slot) + out_offset(kColumns), 1 + group);
+    };
+    const auto pack = [&](Gradients& a, const Scores& dx) {
+#pragma unroll
+        for (int k = 0; k < kTiles / 2; ++k) accumulators_to_a<Out::kCode>(a[k], dx[2 * k], dx[2 * k + 1]);
+    };
+    // Brings the sums to the scale of the tile in a slot, while no product is under way that adds to them.
+    const auto rescale = [&](int slot) {
+        if constexpr (!kRowsAreQueries && kNarrow) {
+            const int top = *reinterpret_cast<const int*>(__cvta_shared_to_generic(shared.exponent(slot)));
+            if (top <= exponent) return;
+            const float shrink = power_of_two(max(exponent - top, -126));
+#pragma unroll
+            for (int d = 0; d < kOutTiles; ++d)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[d][e] *= shrink;
+            exponent = top;
+        }
+    };
+    const auto accumulate = [&](const Gradients& a, int slot) { multiply_out(out, a, ring_out + static_cast<u64>(slot * (kTileBytes >> 4))); };
+    const auto accumulate_now = [&](const Gradients& a, int slot) {
+        rescale(slot);
+        wgmma_fence();
+        accumulate(a, slot);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(out);
         release();
     };
 
@@ -369,58 +389,130 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             rows_parity ^= 1;
         }
         Cursor<Mask> walk = task.walk(task.mask(n, head));
+        const auto wanted = [&] {
+            return walk.tile() >= mine.begin && walk.tile() < mine.end && (!Mask::kListed || walk.touches(own.begin, own.end));
+        };
         for (; walk.more() && walk.tile() < mine.begin; walk.next()) skip();
-        bool pending = false;  // the last product is under way, and its tile not yet released
-        for (; walk.more() && walk.tile() < mine.end; walk.next()) {
-            if (Mask::kListed && !walk.touches(group_row, group_end)) {
-                wgmma_wait<0>();
+
+        if constexpr (kAhead) {
+            // Takes the tile whose scores are in t and s. Meanwhile the product that `a`, dX of the tile in `slot`, has to make is
+            // under way, unless this is the first of a run, and with MORE the next tile's scores. dX ends in `a`.
+            Scores t, s, next_t, next_s;
+            Gradients a;
+            int slot = 0;
+            const auto step = [&](auto first, auto more, Scores& t, Scores& s, Scores& next_t, Scores& next_s) {
+                constexpr bool kFirst = decltype(first)::value, kMore = decltype(more)::value;
+                const int before = slot;
+                slot = at.slot;
+                at.advance();
+                if constexpr (kMore) arrived();
+                if constexpr (!kFirst) rescale(before);
+                if constexpr (kMore || !kFirst) {
+                    wgmma_fence();
+                    if constexpr (!kFirst) accumulate(a, before);
+                    if constexpr (kMore) multiply_scores(next_t, next_s);
+                    wgmma_commit();
+                }
+                logit_gradients(t, s, terms, shared.terms(slot), ct, cs);
+                if constexpr (kMore || !kFirst) wgmma_wait<0>();
                 settle(out);
-                if (pending) release();
-                pending = false;
-                skip();
-                continue;
-            }
-            mbarrier_wait(shared.full(at.slot), at.parity);
-            const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
-            const u32 streamed = shared.terms(at.slot);
-            float t[kTiles][4], s[kTiles][4];
-            wgmma_fence();
-            multiply_rows<Teacher, kRows, Teacher::kChunks>(t, rows_t, ring_t + offset, 0);
-            multiply_rows<Student, kRows, Student::kChunks>(s, rows_s, ring_s + offset, 0);
-            wgmma_commit();
-            wgmma_wait<0>();
-            settle(t);
-            settle(s);
-            settle(out);
-            if (pending) release();
-            pending = true;
-            if constexpr (!kRowsAreQueries && kNarrow) {
-                const int top = *reinterpret_cast<const int*>(__cvta_shared_to_generic(shared.exponent(at.slot)));
-                if (top > exponent) {
-                    const float shrink = power_of_two(max(exponent - top, -126));
-#pragma unroll
-                    for (int d = 0; d < kOutTiles; ++d)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) out[d][e] *= shrink;
-                    exponent = top;
+                if constexpr (kMore) {
+                    settle(next_t);
+                    settle(next_s);
+                }
+                pack(a, t);
+                if constexpr (!kFirst) release();
+                if constexpr (!kMore) accumulate_now(a, slot);
+            };
+            constexpr Value<true> yes;
+            constexpr Value<false> no;
+            // What is decided between tiles is decided before products are under way.
+            const auto next_is_full = [&] {
+                walk.next();
+                return walk.more() && wanted() && walk.full(own.begin, own.end);
+            };
+            while (walk.more() && walk.tile() < mine.end) {
+                if (Mask::kListed && !wanted()) {
+                    skip();
+                    walk.next();
+                    continue;
+                }
+                arrived();
+                wgmma_fence();
+                multiply_scores(t, s);
+                wgmma_commit();
+                wgmma_wait<0>();
+                settle(t);
+                settle(s);
+                if (!walk.full(own.begin, own.end)) {
+                    logit_gradients(t, s, terms, shared.terms(at.slot), ct, cs);
+                    hide_unseen(t, walk, at.slot);
+                    pack(a, t);
+                    accumulate_now(a, at.slot);
+                    at.advance();
+                    walk.next();
+                    continue;
+                }
+                if (!next_is_full()) {
+                    step(yes, no, t, s, next_t, next_s);
+                    continue;
+                }
+                step(yes, yes, t, s, next_t, next_s);
+                for (;;) {
+                    if (!next_is_full()) {
+                        step(no, no, next_t, next_s, t, s);
+                        break;
+                    }
+                    step(no, yes, next_t, next_s, t, s);
+                    if (!next_is_full()) {
+                        step(no, no, t, s, next_t, next_s);
+                        break;
+                    }
+                    step(no, yes, t, s, next_t, next_s);
                 }
             }
-            at.advance();
-
-            if (walk.full(group_row, group_end))
-                logit_gradients<false>(t, s, terms, streamed, walk.mask, row, walk.row(), ct, cs);
-            else
-                logit_gradients<true>(t, s, terms, streamed, walk.mask, row, walk.row(), ct, cs);
-            Gradients a;
-#pragma unroll
-            for (int k = 0; k < kTiles / 2; ++k) accumulators_to_a<Out::kCode>(a[k], t[2 * k], t[2 * k + 1]);
-            wgmma_fence();
-            multiply_out(out, a, ring_out + offset);
-            wgmma_commit();
+        } else {
+            bool pending = false;  // the last product is under way, and its tile not yet released
+            for (; walk.more() && walk.tile() < mine.end; walk.next()) {
+                if (Mask::kListed && !wanted()) {
+                    wgmma_wait<0>();
+                    settle(out);
+                    if (pending) release();
+                    pending = false;
+                    skip();
+                    continue;
+                }
+                arrived();
+                const int slot = at.slot;
+                Scores t, s;
+                wgmma_fence();
+                multiply_scores(t, s);
+                wgmma_commit();
+                wgmma_wait<0>();
+                settle(t);
+                settle(s);
+                settle(out);
+                if (pending) release();
+                pending = true;
+                rescale(slot);
+                at.advance();
+                // Twice, or the scores of full tiles would wait for a branch.
+                if (walk.full(own.begin, own.end)) {
+                    logit_gradients(t, s, terms, shared.terms(slot), ct, cs);
+                } else {
+                    logit_gradients(t, s, terms, shared.terms(slot), ct, cs);
+                    hide_unseen(t, walk, slot);
+                }
+                Gradients a;
+                pack(a, t);
+                wgmma_fence();
+                accumulate(a, slot);
+                wgmma_commit();
+            }
+            wgmma_wait<0>();
+            settle(out);
+            if (pending) release();
         }
-        wgmma_wait<0>();
-        settle(out);
-        if (pending) release();
         for (; walk.more(); walk.next()) skip();
         if (head + 1 < task.end_head && task.new_rows(n, head + 1) && lane == 0) mbarrier_arrive(shared.rows_free());
     }

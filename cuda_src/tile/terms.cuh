@@ -14,19 +14,18 @@ struct RowTerms {
 };
 
 // One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything. Where
-// intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one.
+// intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so that the
+// reads of several rows are under way together: such a row reads another's memory.
 template <class Logit>
 __device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
-    RowTerms x = {0.f, 0.f, 0.f, 0.f};
-    if (q >= mask.place.queries || mask.keys_of(q, q + 1).empty()) return x;
-    const int first = mask.place.first_query;
-    const float lse_t = args.teacher_lse.at(b, h, first)[q * args.teacher_lse.row];
-    if (Mask::kSparse && lse_t == -infinity()) return x;
-    x.lse_t = kLog2e * lse_t;
-    x.lse_s = kLog2e * args.student_lse.at(b, h, first)[q * args.student_lse.row];
-    x.weight = args.grad.at(b, h, first)[q * args.grad.row];
-    x.value = Logit::kNeedsValue ? kLog2e * args.value.at(b, h, first)[q * args.value.row] : 0.f;
-    return x;
+    const bool inside = (q < mask.place.queries) & !mask.keys_of(q, q + 1).empty();
+    const int first = mask.place.first_query, row = inside ? q : 0;
+    const float lse_t = args.teacher_lse.at(b, h, first)[row * args.teacher_lse.row];
+    const float lse_s = args.student_lse.at(b, h, first)[row * args.student_lse.row];
+    const float weight = args.grad.at(b, h, first)[row * args.grad.row];
+    const float value = Logit::kNeedsValue ? args.value.at(b, h, first)[row * args.value.row] : 0.f;
+    const bool seen = inside & !(Mask::kSparse && lse_t == -infinity());
+    return {seen ? kLog2e * lse_t : 0.f, seen ? kLog2e * lse_s : 0.f, seen ? weight : 0.f, seen ? kLog2e * value : 0.f};
 }
 
 // Terms of COLUMNS streamed queries side by side, as floats: of each pair of queries both log-sum-exps of both, then of each

@@ -16,6 +16,8 @@ multiple of 8 per thread (64,512 with two consumers).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..problem import INPUT_NAMES, Operand
 from ..tensor_maps import MAP_BYTES
 from . import ARGS_BYTES, ELEMENT_BYTES, DeviceFacts, Family, TileRow, Work, sm90_fused, vector_loads
@@ -24,6 +26,12 @@ from .sm90_fused import FusedRow
 COLUMNS = 64
 MAX_STRIDE_BYTES = 1 << 40
 MIN_STREAMED_QUERIES = 256  # 1000 heads of 128 queries: 0.080 ms against 0.050 ms of the portable kernel (D = 64)
+
+
+@dataclass(frozen=True)
+class AheadRow(TileRow):
+    """A row of a gradient's table whose kernel multiplies the next tile's scores while it works on this one's."""
+
 
 _FORWARD = (
     TileRow(16, 1, COLUMNS, 12, 1, 64, "four warpgroups hide latency better than any explicit overlap of two or three"),
@@ -50,11 +58,12 @@ _GRADIENT_Q = (
 )
 
 _GRADIENT_K = (
-    TileRow(8, 1, 128, 4, 1, 64, "as for queries", max_mask=2),
+    AheadRow(8, 1, 64, 8, 1, 64, "the next scores while these are turned into gradients", max_mask=1),
     TileRow(8, 1, 96, 3, 1, 128, "as for queries", max_mask=2),
     TileRow(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks", max_mask=1),
     TileRow(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks", max_mask=2),
-    TileRow(8, 1, 64, 3, 1, 192, "320 columns of both sides together"),
+    TileRow(8, 1, 64, 3, 1, 128, "a mask's registers"),
+    TileRow(8, 1, 64, 3, 1, 192, "320 columns of both sides together", max_mask=2),
     TileRow(4, 1, 64, 3, 1, 128, "few rows in all, and a mask's registers"),
     TileRow(8, 1, 48, 2, 1, 256, "two stages beside the widest rows", max_mask=2),
     TileRow(8, 1, 32, 3, 1, 256, "and a mask's registers"),
@@ -66,8 +75,10 @@ _TILES = {"forward": _FORWARD, "gradient_q": _GRADIENT_Q, "gradient_k": _GRADIEN
 _REGISTERS = {
     "forward": {(4, 1): (112, 32), (3, 1): (152, 32), (2, 1): (224, 40), (1, 1): (240, 40), (2, 2): (104, 24)},
     "gradient_q": {(2, 1): (240, 24), (1, 1): (240, 40)},
-    # A producer that fetches row vectors needs more, and so does one that asks every part of a long mask.
-    "gradient_k": {(2, 1): (232, 40), (1, 1): (240, 40)},
+    # A producer that asks every part of a long mask needs more, and more still one that fetches row vectors.
+    "gradient_q, long mask": {(2, 1): (232, 40), (1, 1): (240, 40)},
+    "gradient_k": {(2, 1): (224, 56), (1, 1): (240, 88)},
+    "gradient_k, ahead": {(2, 1): (232, 40)},
 }
 
 
@@ -129,7 +140,7 @@ class _Hopper(Family):
         if work.kind == "forward":
             return rows + tile.stages * self._piece_chunks(tile) * COLUMNS * 128 + 8 * (2 * tile.stages + 1)
         terms = 4 * work.row_vectors * tile.columns + 16 if work.rows_are_keys else 0
-        return rows + tile.stages * (tile.columns * chunks * 128 + terms) + 8 * (2 * tile.stages + 3)
+        return rows + tile.stages * (tile.columns * chunks * 128 + terms) + 8 * (2 * tile.stages + 2)
 
     def threads(self, tile: TileRow) -> int:
         return sm90_fused.THREADS if isinstance(tile, FusedRow) else tile.warps * 32 + 128
@@ -137,10 +148,18 @@ class _Hopper(Family):
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
         if isinstance(tile, FusedRow):
             return sm90_fused.constants(work, tile)
-        role = "gradient_k" if work.kind != "forward" and work.mask_level > 2 else _role(work)
+        role = _role(work)
+        if role == "gradient_q" and work.mask_level > 2:
+            role += ", long mask"
+        if isinstance(tile, AheadRow):
+            role += ", ahead"
         consumer, producer = _REGISTERS[role][tile.warps // 4, tile.min_blocks]
         return {
-            **({"SKL_PIECE_CHUNKS": self._piece_chunks(tile)} if work.kind == "forward" else {}),
+            **(
+                {"SKL_PIECE_CHUNKS": self._piece_chunks(tile)}
+                if work.kind == "forward"
+                else {"SKL_AHEAD": int(isinstance(tile, AheadRow))}
+            ),
             "SKL_MIN_BLOCKS": tile.min_blocks,
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
