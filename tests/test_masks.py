@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -109,16 +110,6 @@ def make_masked(rng: np.random.Generator, kind: str, name: str = "gaussian", **s
 
 def rows_of(case: Case) -> tuple[int, ...]:
     return case.arrays[0].shape[:-1]
-
-
-def examples(count: int) -> Any:
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    )
 
 
 # Against the dense reference

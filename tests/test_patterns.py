@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,16 +28,6 @@ Array = NDArray[Any]
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = [16, 32, 48, 64, 80, 112, 128]
 TILES = [(r, c) for r in (64, 128, 192, 256) for c in (32, 64, 128) if r * c <= 16384]
-
-
-def examples(count: int) -> Any:
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    )
 
 
 @st.composite
