@@ -21,10 +21,10 @@ from .adapters import (
     MASK_ITEMSIZE,
     READERS,
     ArrayView,
+    a_kind_of,
     adapter_for,
     cuda,
     cupy_module,
-    kind_of,
     refused_dtype,
 )
 from .problem import Device, compact_strides
@@ -109,7 +109,7 @@ def describe_mask(name: str, x: Any) -> ArrayView:
 def _check_mask_dtype(name: str, x: Any) -> None:
     wanted, dtype = MASK_DTYPES[name], getattr(x, "dtype", None)
     if dtype is None:
-        raise TypeError(f"{name} is a {kind_of(x)}; allowed is an array of the inputs' framework, of dtype {wanted}")
+        raise TypeError(f"{name} is {a_kind_of(x)}; allowed is an array of the inputs' framework, of dtype {wanted}")
     label = str(dtype).removeprefix("torch.")
     if label != wanted:
         cast = f"{name}.to(torch.{wanted})" if str(dtype) != label else f'{name}.astype("{wanted}")'
@@ -144,7 +144,7 @@ def standin(name: str, x: Any, device: Device) -> ArrayView:
         shape, dtype = tuple(operator.index(n) for n in x.shape), x.dtype
     except (AttributeError, TypeError) as cause:
         raise TypeError(
-            f"{name} is a {kind_of(x)}; allowed are arrays, and objects with a shape of integers and a dtype"
+            f"{name} is {a_kind_of(x)}; allowed are arrays, and objects with a shape of integers and a dtype"
         ) from cause
     if any(n < 0 for n in shape):
         raise ValueError(f"{name}: shape {shape} has a negative extent; allowed are 0 and more")

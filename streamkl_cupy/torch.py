@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import api, arrays, calls, reduce, validate
-from .adapters import kind_of
+from .adapters import a_kind_of
 from .arrays import RowStats, Saved
 from .problem import INPUT_NAMES, MASK_ARRAYS, Options
 
@@ -93,7 +93,7 @@ def attention_kl(
     for name, x in zip(INPUT_NAMES, inputs):
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"{name} is a {kind_of(x)}; allowed here are torch tensors (torch.from_dlpack makes one without a copy)"
+                f"{name} is {a_kind_of(x)}; allowed here are torch tensors (torch.from_dlpack makes one without a copy)"
             )
     if reduction != "none":
         validate.choice("reduction", reduction, validate.REDUCTIONS)
@@ -108,7 +108,7 @@ def attention_kl(
     else:
         for name, mask in zip(MASK_ARRAYS, masks):
             if mask is not None and not isinstance(mask, Tensor):
-                raise TypeError(f"{name} is a {kind_of(mask)}; allowed is a torch tensor, like the inputs")
+                raise TypeError(f"{name} is {a_kind_of(mask)}; allowed is a torch tensor, like the inputs")
         function = _AttentionKL if torch.compiler.is_compiling() else _EagerAttentionKL
         digest = None if block_mask is None else block_mask.digest
         kl, teacher_lse, student_lse = function.apply(*inputs, *masks, *options[:-1], digest)  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def _check_dense(dense: Any, rows: Tensor) -> None:
     """`validate.row_array` in words that torch.compile can trace."""
     if not isinstance(dense, Tensor) or dense.dtype != rows.dtype or dense.device != rows.device:
         raise TypeError(
-            f"dense_teacher_lse is a {kind_of(dense)}; allowed is a {rows.dtype} torch tensor on {rows.device}, the "
+            f"dense_teacher_lse is {a_kind_of(dense)}; allowed is a {rows.dtype} torch tensor on {rows.device}, the "
             f"teacher_lse of the dense call"
         )
     if dense.shape != rows.shape:
@@ -141,7 +141,7 @@ def _check_dense(dense: Any, rows: Tensor) -> None:
 def _check_weight(weight: Any, rows: Tensor) -> None:
     """`validate.row_weight` in words that torch.compile can trace."""
     if not isinstance(weight, Tensor) or weight.is_complex():
-        raise TypeError(f"row_weight is a {kind_of(weight)}; allowed is a torch tensor of real numbers or bool")
+        raise TypeError(f"row_weight is {a_kind_of(weight)}; allowed is a torch tensor of real numbers or bool")
     if weight.device != rows.device:
         raise ValueError(f"row_weight is on {weight.device}, but the inputs are on {rows.device}; move it first")
     shape, full = tuple(weight.shape), tuple(rows.shape)

@@ -550,10 +550,10 @@ def lengths(*values: int) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"window": 5}, TypeError, r"window=5 is a int; allowed is a pair \(left, right\)"),
+    ({"window": 5}, TypeError, r"window=5 is an int; allowed is a pair \(left, right\)"),
     ({"window": (1, 2, 3)}, ValueError, r"window=\(1, 2, 3\) has 3 entries; allowed is a pair"),
     ({"window": (1.5, 0)}, TypeError, "window's left=1.5 is a float; allowed is an integer"),
-    ({"window": (1, True)}, TypeError, "window's right is a bool"),
+    ({"window": (1, True)}, TypeError, "window's right=True is a bool"),
     ({"window": (1, -2)}, ValueError, "right is -2; allowed are 0 and more, and -1 or None for no limit"),
     ({"q_offset": 3}, ValueError, "q_offset=3 moves the diagonal of causal and window, but there is neither"),
     (lengths(3, -1), ValueError, r"key_lengths\[1\] is -1; allowed are 0 to 9, the number of keys"),
