@@ -30,13 +30,13 @@ _TEXT = {
         q_offset: With causal or window, replaces N - M: row i sees keys j <= i + q_offset. For chunks of the queries.
         window: (left, right): row i sees keys i + (N - M) - left <= j <= i + (N - M) + right; -1 or None is no limit on
             that side. With causal, right is 0.
-        key_lengths: (B,) int32, B = 1 for inputs without batch: batch entry b has the keys j < key_lengths[b]. The
-            diagonal stays where it is.
-        cu_seqlens_q: (S + 1,) int32 for packed inputs (rows of all sequences, H, D): sequence s owns the rows
-            cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees its own keys; i, j, M and N above are the sequence's own.
+        key_lengths: (B,) int32, contiguous, B = 1 for inputs without batch: batch entry b has the keys
+            j < key_lengths[b]. The diagonal stays where it is.
+        cu_seqlens_q: (S + 1,) int32, contiguous, for packed inputs (rows of all sequences, H, D): sequence s owns the
+            rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees its own keys; i, j, M and N above are its own.
             The layout has no say, and row results are (rows, H). Rows after the last sequence see nothing.
         cu_seqlens_k: The same for keys; both or neither. They go with causal, window and q_offset.
-        key_mask: (B, N) bool, or (N,) for inputs without batch: which keys each batch entry has.
+        key_mask: (B, N) bool, or (N,) for inputs without batch: which keys each batch entry has. Any strides.
         block_mask: A `streamkl_cupy.patterns.BlockPattern`: which blocks of keys each block of rows sees, per head.
             All of these but packing combine: a row sees a key that every one of them shows it, and both distributions,
             the teacher's too, are normalised over these keys alone.

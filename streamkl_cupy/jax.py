@@ -489,8 +489,8 @@ def _unfold(
         return tuple(0 if n == 1 else s for n, s in zip(view.shape[: mapped + batch], view.strides))
 
     steps = [steps_of(view) for view in views]
-    # Arrays of masks have no strides in a kernel: their entries lie one after the other. The batch axis that
-    # key_lengths has without the inputs having one is of extent 1.
+    # Arrays of masks are merged where their entries lie one after the other, as kernels read key_lengths. The batch
+    # axis that this has without the inputs having one is of extent 1.
     rests = {name: () if name == "key_lengths" else view.shape[-1:] for name, view in masks.items()}
     mask_steps = {name: steps_of(view) for name, view in masks.items()}
     looped = 0

@@ -423,8 +423,10 @@ class _Fold:
                 "sequences to each other instead"
             )
         x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
+        if name == "key_mask":  # read through any strides
+            return x.flatten(0, 1) if self.rank == 4 else x
         # Of inputs without a batch axis, key_lengths has one nevertheless, of extent 1.
-        return (x.flatten(0, 1) if self.rank == 4 or name == "key_lengths" else x).contiguous()
+        return x.flatten(0, 1).contiguous()
 
     def unfold(self, x: Tensor) -> Tensor:
         if self.rank == 2:

@@ -261,9 +261,13 @@ def _check_mask_shapes(masks: MaskArrays, batch: int, keys: int, rank: int) -> N
                 f"{name}: shape {view.shape}; allowed is (S + 1,) for S sequences, at least one: 0, and where each of "
                 f"them ends"
             )
-        if view.strides != compact_strides(view.shape):
+        # A mask of keys is packed before it is used, which takes any strides; the others are read as they lie.
+        if name != "key_mask" and view.strides != compact_strides(view.shape):
+            library = arrays.native(view)
+            copy = f"{name}.contiguous()" if library == "torch" else f"{library}.ascontiguousarray({name})"
             raise ValueError(
-                f"{name}: strides {view.strides} of its {view.shape} elements leave gaps; pass a contiguous copy"
+                f"{name}: stride {view.strides[0]} between its {view.shape[0]} elements; allowed is 1, a contiguous "
+                f"array. Pass {copy}"
             )
     q, k = masks.cu_seqlens_q, masks.cu_seqlens_k
     if q is not None and k is not None and q.shape != k.shape:
