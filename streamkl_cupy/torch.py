@@ -77,8 +77,8 @@ def attention_kl(
     are computed. The log-sum-exps are constants to autograd. Autocast does not touch the inputs, and the loss is
     float32. Second order and forward mode raise NotImplementedError.
 
-    ``torch.vmap`` becomes one larger batch. Where only some inputs are mapped and these have a batch axis of their
-    own, the others are repeated in memory to that size.
+    ``torch.vmap`` becomes one larger batch; packed sequences have none, so there it becomes a loop. Where only some
+    inputs are mapped and these have a batch axis of their own, the others are repeated in memory to that size.
 
     Example:
         >>> import torch
@@ -376,6 +376,8 @@ def _(grad: Tensor, *args: Any) -> Any:
 
 @_forward_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    if args[5] is not None:
+        return _looped(_forward_op, info.batch_size, in_dims, args)
     folded = _Fold(info.batch_size, args[2], in_dims[2], layout=args[12])
     inputs = [folded.fold(x, d) for x, d in zip(args[:4], in_dims)]
     masks = [folded.fold_mask(*x) for x in zip(MASK_ARRAYS, args[4:8], in_dims[4:8])]
@@ -385,6 +387,8 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
 
 @_backward_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    if args[9] is not None:
+        return _looped(_backward_op, info.batch_size, in_dims, args)
     folded = _Fold(info.batch_size, args[3], in_dims[3], layout=args[17])
     grad, *rest = args[:8]
     inputs = [folded.fold(x, d) for x, d in zip(rest[:4], in_dims[1:5])]
@@ -394,6 +398,20 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     grads = _backward_op(folded.fold(grad, in_dims[0]), *inputs, *saved, *masks, *args[12:])
     out_dims = tuple(0 if w else None for w in wanted)
     return tuple(folded.unfold(g) if w else g for g, w in zip(grads, wanted)), out_dims
+
+
+def _looped(op: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """One call per entry, for packed sequences: these have no batch axis that the entries could become."""
+
+    def entry(x: Any, dim: Any, i: int) -> Any:
+        if not isinstance(dim, int):  # a list has a list of dims, all None
+            return x
+        part = x.select(dim, i)
+        return part.contiguous() if part.dtype == torch.int32 else part  # bounds are read as they lie
+
+    calls = [op(*(entry(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(size)]
+    results = tuple(map(torch.stack, zip(*calls)))
+    return results, (0,) * len(results)
 
 
 class _Fold:
@@ -417,11 +435,6 @@ class _Fold:
         """An array of a mask, whose first axis is the batch axis where there is one."""
         if x is None:
             return None
-        if name.startswith("cu_seqlens"):
-            raise NotImplementedError(
-                "torch.vmap over packed sequences: vmap becomes a larger batch, which these do not have; append the "
-                "sequences to each other instead"
-            )
         x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
         if name == "key_mask":  # read through any strides
             return x.flatten(0, 1) if self.rank == 4 else x

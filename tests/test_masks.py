@@ -815,12 +815,36 @@ def test_torch_vmap_of_gradients(torch_backend: Any, rng: np.random.Generator) -
             np.testing.assert_allclose(torch_backend.numpy(a[v]), torch_backend.numpy(b), rtol=1e-4, atol=1e-5)
 
 
-def test_torch_vmap_of_packed_says_no(torch_backend: Any) -> None:
+@pytest.mark.parametrize("mapped", ["everything", "inputs", "bounds", "keys"])
+def test_torch_vmap_of_packed_is_a_loop(torch_backend: Any, rng: np.random.Generator, mapped: str) -> None:
+    """Values and gradients, whatever is mapped and along whichever axis."""
     torch = torch_backend.xp
-    x = torch_backend.array(np.ones((3, 10, 2, 8)), "float32")
-    bounds = torch_backend.mask_array(np.array([0, 4, 10], I32))
-    with pytest.raises(NotImplementedError, match="vmap over packed sequences"):
-        torch.vmap(lambda x: streamkl_cupy.attention_kl(x, x, x, x, cu_seqlens_q=bounds, cu_seqlens_k=bounds))(x)
+    axes = {"everything": (0, 0, 1), "inputs": (2, 0, None), "bounds": (None, None, 0), "keys": (None, 0, None)}[mapped]
+
+    def given(axis: int | None, *shape: int) -> Any:
+        full = shape if axis is None else (*shape[:axis], 3, *shape[axis:])
+        return torch_backend.array(rng.standard_normal(full), "float32")
+
+    q, k = [given(axes[0], 10, 2, 8) for _ in "ts"], [given(axes[1], 10, 2, 8) for _ in "ts"]
+    all_bounds = np.array([[0, 4, 10], [0, 0, 10], [0, 3, 7]], I32)
+    chosen = all_bounds[0] if axes[2] is None else np.moveaxis(all_bounds, 0, axes[2])
+    bounds = torch_backend.mask_array(np.ascontiguousarray(chosen))
+
+    def loss(sq: Any, sk: Any, tq: Any, tk: Any, bounds: Any) -> Any:
+        return streamkl_cupy.attention_kl(tq, tk, sq, sk, cu_seqlens_q=bounds, cu_seqlens_k=bounds, causal=True).sum()
+
+    def of(x: Any, axis: int | None, v: int) -> Any:
+        return x if axis is None else x.select(axis, v).contiguous()
+
+    call = torch.func.grad_and_value(loss, argnums=(0, 1, 2, 3))
+    dims = (axes[0], axes[1], axes[0], axes[1], axes[2])
+    everything = (q[1], k[1], q[0], k[0], bounds)
+    grads, values = torch.vmap(call, in_dims=dims)(*everything)
+    for v in range(3):
+        wanted, value = call(*(of(x, axis, v) for x, axis in zip(everything, dims)))
+        np.testing.assert_allclose(torch_backend.numpy(values[v]), torch_backend.numpy(value), rtol=1e-5, atol=1e-6)
+        for a, b in zip(grads, wanted, strict=True):
+            np.testing.assert_allclose(torch_backend.numpy(a[v]), torch_backend.numpy(b), rtol=1e-4, atol=1e-5)
 
 
 def test_torch_wants_tensors(torch_backend: Any) -> None:
