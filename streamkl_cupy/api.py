@@ -207,7 +207,7 @@ def attention_kl(
             dense_teacher_lse=dense_teacher_lse,
         )
     inputs = calls.view_inputs(*given)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
     ready = calls.prepare(inputs, chosen, masks)
     if row_weight is not None:
         validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
@@ -277,7 +277,7 @@ def attention_kl_forward(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
     ready = calls.prepare(inputs, chosen, masks)
     if dense_teacher_lse is not None:
         _check_dense(dense_teacher_lse, inputs, ready)
@@ -375,7 +375,7 @@ def attention_kl_backward(
         describe("student_lse", student_lse),
         None if kl is None else describe("kl", kl),
     )
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
     ready = calls.prepare(inputs, chosen, masks)
     for view in saved:
         if view is not None:
@@ -464,7 +464,7 @@ def attention_kl_value_and_grad(
             "call attention_kl_forward and attention_kl_backward"
         )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
     ready = calls.prepare(inputs, chosen, masks)
     validate.gradients_built(ready.problem, wrt)
     if row_weight is not None:

@@ -551,7 +551,7 @@ def _masks(config: _Config, inputs: tuple[Any, ...], *given: Any) -> _Masks:
     """Arrays of masks, with their values checked where that can be done at once: an error inside XLA reads badly."""
     for name, x in zip(MASK_ARRAYS, given, strict=True):
         if x is not None and not isinstance(x, jax.Array):
-            raise TypeError(f"{name} is {a_kind_of(x)}; allowed here are JAX arrays (jnp.asarray makes one)")
+            raise arrays.no_mask_array(name, x, "jax")
     known = {n: x for n, x in _given(given).items() if not isinstance(x, jax.core.Tracer)}
     if known and config.platform == "cpu":
         views, seen = _standins(inputs, given, arrays.CPU)

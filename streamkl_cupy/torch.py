@@ -101,14 +101,14 @@ def attention_kl(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     masks = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    for name, mask in zip(MASK_ARRAYS, masks):
+        if mask is not None and not isinstance(mask, Tensor):
+            raise arrays.no_mask_array(name, mask, "torch")
     if _plain(inputs) and (key_mask is None or type(key_mask) is Tensor):
         views, seen = calls.view_inputs(*inputs), calls.view_masks(*masks)
         ready = calls.prepare(views, options, seen)
         kl, teacher_lse, student_lse = (view.array for view in calls.forward(views, ready, seen))
     else:
-        for name, mask in zip(MASK_ARRAYS, masks):
-            if mask is not None and not isinstance(mask, Tensor):
-                raise TypeError(f"{name} is {a_kind_of(mask)}; allowed is a torch tensor, like the inputs")
         function = _AttentionKL if torch.compiler.is_compiling() else _EagerAttentionKL
         digest = None if block_mask is None else block_mask.digest
         kl, teacher_lse, student_lse = function.apply(*inputs, *masks, *options[:-1], digest)  # type: ignore[no-untyped-call]

@@ -300,6 +300,31 @@ def test_masks_of_keys_through_any_strides(backend: Any, rng: np.random.Generato
         backend.judge(one, upstream(rng, rows_of(one)), key_mask=view[0])
 
 
+@pytest.mark.parametrize("name", MASK_ARRAYS)
+def test_what_is_no_array_is_told_how_to_become_one(backend: Any, name: str) -> None:
+    """The remedy, run as it stands, gives an array that the call takes."""
+    packed = name.startswith("cu_seqlens")
+    x = backend.arrays(make(B=2, H=1, M=4, N=4, D_t=8))
+    x = [a[0].swapaxes(0, 1) for a in x] if packed else x
+    values: Any = [[True] * 4] * 2 if name == "key_mask" else [0, 4]
+    bounds = backend.mask_array(np.array([0, 4], I32))
+    others = {other: bounds for other in ("cu_seqlens_q", "cu_seqlens_k") if packed and other != name}
+    rows = streamkl_cupy.attention_kl_forward(
+        *x, **others, **{name: backend.mask_array(np.array(values, None if name == "key_mask" else I32))}
+    )
+    for function, arguments in (
+        (streamkl_cupy.attention_kl, x),
+        (streamkl_cupy.attention_kl_forward, x),
+        (streamkl_cupy.attention_kl_backward, (rows.kl, *x, rows.teacher_lse, rows.student_lse)),
+        (streamkl_cupy.attention_kl_value_and_grad, x),
+    ):
+        with pytest.raises(TypeError, match=rf"{name} is a list; allowed is a {backend.module} array") as caught:
+            function(*arguments, **{name: values}, **others)
+        remedy = str(caught.value).partition("Make one: ")[2]
+        names = {backend.module: backend.xp, "student_q": x[2], name: values}
+        function(*arguments, **{name: eval(remedy, names)}, **others)
+
+
 def test_contiguous_is_said_with_its_remedy(backend: Any) -> None:
     if not backend.has_views:
         pytest.skip("its arrays have no strides")
@@ -603,7 +628,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (lengths(3, -1), ValueError, r"key_lengths\[1\] is -1; allowed are 0 to 9, the number of keys"),
     (lengths(10, 3), ValueError, r"key_lengths\[0\] is 10; allowed are 0 to 9"),
     (lengths(3), ValueError, r"key_lengths: shape \(1,\), but there is one length per batch entry: expected \(2,\)"),
-    ({"key_lengths": [3, 4]}, TypeError, "key_lengths is a list; allowed is an array of the inputs' framework"),
+    ({"key_lengths": [3, 4]}, TypeError, "key_lengths is a list; allowed is a numpy array of dtype int32"),
     ({"key_lengths": np.array([3, 4])}, TypeError, r"key_lengths has dtype int64; allowed is int32. Cast it: .*astype"),
     (
         {"key_lengths": np.zeros(4, I32)[::2]},
@@ -849,7 +874,7 @@ def test_torch_vmap_of_packed_is_a_loop(torch_backend: Any, rng: np.random.Gener
 
 def test_torch_wants_tensors(torch_backend: Any) -> None:
     x = torch_backend.array(np.ones((2, 3, 4, 8)), "float32").requires_grad_()
-    with pytest.raises(TypeError, match=r"key_lengths is a numpy.ndarray; allowed is a torch tensor"):
+    with pytest.raises(TypeError, match=r"key_lengths is a numpy.ndarray; allowed is a torch array"):
         streamkl_cupy.attention_kl(x, x, x, x, key_lengths=np.array([3, 4], I32))
     with pytest.raises(TypeError, match=r"key_lengths has dtype int64; .* key_lengths.to\(torch.int32\)"):
         streamkl_cupy.attention_kl(x, x, x, x, key_lengths=torch_backend.xp.tensor([3, 4], device=x.device))
@@ -980,7 +1005,7 @@ def test_jax_lends_a_workspace(monkeypatch: pytest.MonkeyPatch, mapped: bool) ->
 
 def test_jax_errors(jax_backend: Any) -> None:
     x = jax_backend.array(np.ones((2, 3, 4, 8)), "float32")
-    with pytest.raises(TypeError, match=r"key_lengths is a numpy.ndarray; allowed here are JAX arrays"):
+    with pytest.raises(TypeError, match=r"key_lengths is a numpy.ndarray; allowed is a jax array"):
         streamkl_cupy.attention_kl(x, x, x, x, key_lengths=np.array([3, 4], I32))
     if jax_backend.device == "cpu":
         bad = jax_backend.mask_array(np.array([3, 9], I32))
