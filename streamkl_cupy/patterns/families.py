@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..adapters import a_kind_of
 from ..validate import FAR, choice, flag
-from .pattern import LARGEST, BlockPattern, Grid, Places, any_of, build, fits, integers, places_of, ranged
+from .pattern import LARGEST, BlockPattern, Grid, Places, any_of, build, fits, host_array, integers, places_of, ranged
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 MOST_HEADS = 2**16
@@ -72,12 +72,7 @@ def from_dense(
         [0, 1, 2, 3]
     """
     grid, _ = _grid(queries, keys, block, causal, q_offset)
-    try:
-        matrix = np.asarray(blocks)
-    except Exception as cause:
-        raise TypeError(
-            f"blocks is {a_kind_of(blocks)} that NumPy cannot read; pass an array in host memory"
-        ) from cause
+    matrix = host_array("blocks", blocks)
     if matrix.dtype != np.bool_:
         raise TypeError(f"blocks has dtype {matrix.dtype}; allowed is bool, True where a block is visited")
     if matrix.ndim == 2:

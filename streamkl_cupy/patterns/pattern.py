@@ -228,6 +228,12 @@ class BlockPattern(_Kept):
     def select(self, heads: int | Iterable[int]) -> BlockPattern:
         """The pattern of some of its heads, in the order given: a shard of them on one GPU of several.
 
+        Args:
+            heads: Number of a head, or numbers of several.
+
+        Raises:
+            TypeError, ValueError: heads that the pattern does not have, or none.
+
         Example:
             >>> from streamkl_cupy import patterns
             >>> patterns.strided(4, [0, 1, 2, 3], queries=256).select([1, 3]).coverage().fraction
@@ -249,6 +255,9 @@ class BlockPattern(_Kept):
 
         Returns:
             `Coverage`: the fraction of blocks that at least one of the heads lists, in all and per query block.
+
+        Raises:
+            TypeError, ValueError: heads that the pattern does not have, or none.
 
         Example:
             >>> from streamkl_cupy import patterns
@@ -519,14 +528,19 @@ def _offsets(counts: NDArray[Any]) -> NDArray[np.int64]:
     return np.concatenate([ends - counts, last[:, None]], axis=1)
 
 
-def integers(name: str, values: Any) -> NDArray[Any]:
-    """A host array of integers."""
+def host_array(name: str, values: Any) -> NDArray[Any]:
+    """The values as NumPy reads them."""
     try:
-        array = np.asarray(values)
+        return np.asarray(values)
     except Exception as cause:
         raise TypeError(
             f"{name} is {a_kind_of(values)} that NumPy cannot read; pass an array in host memory"
         ) from cause
+
+
+def integers(name: str, values: Any) -> NDArray[Any]:
+    """A host array of integers."""
+    array = host_array(name, values)
     if array.size == 0 and not isinstance(values, np.ndarray):
         array = array.astype(np.int64)  # an empty list has no integers to tell its type by
     if array.dtype.kind not in "iu":
@@ -614,10 +628,8 @@ def _within(name: str, values: Any, size: int) -> NDArray[np.int64]:
     array = integers(name, values)
     beyond = (array < 0) | (array >= size)
     if beyond.any():
-        raise ValueError(
-            f"{name} holds {array[beyond][0]}; "
-            + (f"allowed are integers from 0 to {size - 1}" if size else f"the pattern has no {name}")
-        )
+        allowed = f"allowed are integers from 0 to {size - 1}" if size else f"the pattern has no {name}"
+        raise ValueError(f"{name} holds {array[beyond][0]}; {allowed}")
     return array.astype(np.int64)
 
 
