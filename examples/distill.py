@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from _shared import array_library, need, sample
+from _shared import PICTURES, array_library, need, new_file, rate, sample, training_options, whole
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 ROPE_BASE = 1e5
@@ -150,32 +150,42 @@ def plot(
     figure.savefig(path, dpi=150)
 
 
+def student_options(parser: argparse.ArgumentParser) -> None:
+    """What both distillations can be told."""
+    training_options(parser, steps=200)
+    parser.add_argument(
+        "--dim",
+        type=whole(2, 256, step=2),  # rotary positions take pairs
+        default=16,
+        metavar="D",
+        help="head dimension of the student, even (%(default)s)",
+    )
+    parser.add_argument("--rate", type=rate, default=0.01, help="peak learning rate of Adam (%(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="of Q and K")
+    parser.add_argument("--cpu", action="store_true", help="use NumPy even where a GPU is usable")
+
+
+def dtype_of(name: str) -> Any:
+    """NumPy's type of a name; bfloat16 is a package's."""
+    return need("ml_dtypes", "pip install ml_dtypes, or use --dtype float16").bfloat16 if name == "bfloat16" else name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="example: python examples/distill.py --steps 300 --dim 32 --dtype bfloat16 --out distill.png",
     )
-    parser.add_argument("--steps", type=int, default=200, help="optimiser steps (%(default)s)")
-    parser.add_argument("--dim", type=int, default=16, help="head dimension of the student, even (%(default)s)")
-    parser.add_argument("--rate", type=float, default=0.01, help="peak learning rate of Adam (%(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="of Q and K")
-    parser.add_argument("--seed", type=int, default=0, help="of the student's first weights (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("distill.png"), metavar="PNG", help="plot (%(default)s)")
+    student_options(parser)
+    parser.add_argument(
+        "--out", type=new_file(*PICTURES), default="distill.png", metavar="PNG", help="plot (%(default)s)"
+    )
     parser.add_argument("--no-plot", action="store_true", help="train only")
-    parser.add_argument("--cpu", action="store_true", help="use NumPy even where a GPU is usable")
     options = parser.parse_args()
-    if options.steps < 20:
-        parser.error(f"--steps {options.steps} is too few to learn anything; give at least 20")
-    if options.dim < 2 or options.dim % 2:
-        parser.error(f"--dim {options.dim} cannot be rotated in pairs; give an even number from 2")
     streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
     tqdm = need("tqdm", 'pip install "streamkl-cupy[examples]"').tqdm
     if not options.no_plot:
         need("matplotlib", 'pip install "streamkl-cupy[examples]", or pass --no-plot')
-    dtype = options.dtype
-    if dtype == "bfloat16":
-        dtype = need("ml_dtypes", "pip install ml_dtypes, or use --dtype float16").bfloat16
-
+    dtype = dtype_of(options.dtype)
     xp = array_library(options.cpu)
     data = sample()
     hidden = xp.asarray(data["layer15_hidden"], dtype="float32")

@@ -9,7 +9,7 @@ the CUDA kernels run inside it, on XLA's stream and buffers.
 
 import argparse
 
-from _shared import need, sample
+from _shared import need, rate, sample, training_options
 
 DIM = 16
 
@@ -18,12 +18,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], epilog="example: python examples/jax_train.py --steps 60"
     )
-    parser.add_argument("--steps", type=int, default=60, help="optimiser steps, at least 20 (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights (%(default)s)")
-    parser.add_argument("--rate", type=float, default=1e-2, help="learning rate of Adam (%(default)s)")
+    training_options(parser, steps=60)
+    parser.add_argument("--rate", type=rate, default=1e-2, help="learning rate of Adam (%(default)s)")
     options = parser.parse_args()
-    if options.steps < 20:
-        parser.error(f"--steps {options.steps} is too few to learn anything; give at least 20")
     jax = need("jax", 'pip install "streamkl-cupy[jax]"')
     streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
     jnp = jax.numpy

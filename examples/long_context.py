@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from _shared import array_library, need
+from _shared import array_library, need, whole
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -80,18 +80,19 @@ def main() -> None:
         description=(__doc__ or "").partition("\n")[0],
         epilog="example: python examples/long_context.py --cpu --forward 4096 --backward 2048",
     )
-    parser.add_argument("--forward", type=int, default=1 << 20, metavar="N", help="rows and keys (%(default)s)")
+    parser.add_argument("--forward", type=whole(1), default=1 << 20, metavar="N", help="rows and keys (%(default)s)")
     parser.add_argument(
-        "--backward", type=int, default=1 << 18, metavar="N", help="of the part with gradients (%(default)s)"
+        "--backward", type=whole(1), default=1 << 18, metavar="N", help="of the part with gradients (%(default)s)"
     )
-    parser.add_argument("--dim", type=int, default=64, help="head dimension of both sides (%(default)s)")
-    parser.add_argument("--chunk", type=int, default=1 << 16, help="query rows per step of the bar (%(default)s)")
-    parser.add_argument("--seed", type=int, default=None, help="of the inputs; default: new ones each time")
+    parser.add_argument(
+        "--dim", type=whole(1, 256), default=64, metavar="D", help="head dimension of both sides (%(default)s)"
+    )
+    parser.add_argument(
+        "--chunk", type=whole(1), default=1 << 16, metavar="N", help="query rows per step of the bar (%(default)s)"
+    )
+    parser.add_argument("--seed", type=whole(0), metavar="N", help="of the inputs; default: new ones each time")
     parser.add_argument("--cpu", action="store_true", help="use NumPy even where a GPU is usable")
     options = parser.parse_args()
-    for name in ("forward", "backward", "dim", "chunk"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)} is too small; give at least 1")
     xp = array_library(options.cpu)
     if xp is np and max(options.forward, options.backward) > 1 << 16:
         parser.error("no GPU here, and the CPU would take hours; add --cpu --forward 4096 --backward 2048")

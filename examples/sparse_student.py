@@ -13,12 +13,13 @@ of the last 64 are held out. Runs on CuPy arrays where a CUDA GPU is usable and 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _shared import array_library, need, sample
-from distill import TRAIN, Adam, Student, to_numpy
+from _shared import PICTURES, array_library, need, new_file, sample, whole
+from distill import TRAIN, Adam, Student, dtype_of, student_options, to_numpy
+
+HEADS = 9
 
 
 def main() -> None:
@@ -26,37 +27,28 @@ def main() -> None:
         description=(__doc__ or "").partition("\n")[0],
         epilog="example: python examples/sparse_student.py --stride 9 --dense-heads 1 --plot sparse.png",
     )
-    parser.add_argument("--steps", type=int, default=200, help="optimiser steps (%(default)s)")
-    parser.add_argument("--dim", type=int, default=16, help="head dimension of the student, even (%(default)s)")
-    parser.add_argument("--block", type=int, default=16, help="tokens per block of the pattern (%(default)s)")
-    parser.add_argument("--window", type=int, default=32, help="keys behind the row that every head sees (%(default)s)")
-    parser.add_argument("--stride", type=int, default=8, help="beyond, a head sees one block in so many (%(default)s)")
-    parser.add_argument("--sink", type=int, default=1, help="first keys that every head sees, 0 for none (%(default)s)")
-    parser.add_argument("--dense-heads", type=int, default=0, help="last heads that see everything (%(default)s)")
+    student_options(parser)
+    for name, kind, default, text in (
+        ("block", whole(16, 128, step=16), 16, "tokens per block of the pattern"),
+        ("window", whole(0), 32, "keys behind the row that every head sees"),
+        ("stride", whole(1), 8, "beyond, a head sees one block in so many"),
+        ("sink", whole(0), 1, "first keys that every head sees, 0 for none"),
+        ("dense-heads", whole(0, HEADS), 0, "last heads that see everything"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (%(default)s)")
     parser.add_argument(
         "--groups",
         choices=["differ", "share"],
         default="differ",
         help="stripes of heads with one key head (%(default)s)",
     )
-    parser.add_argument("--rate", type=float, default=0.01, help="peak learning rate of Adam (%(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32", help="of Q and K")
-    parser.add_argument("--seed", type=int, default=0, help="of the student's first weights (%(default)s)")
-    parser.add_argument("--plot", type=Path, default=None, metavar="PNG", help="draw the patterns into this file")
-    parser.add_argument("--cpu", action="store_true", help="use NumPy even where a GPU is usable")
+    parser.add_argument("--plot", type=new_file(*PICTURES), metavar="PNG", help="draw the patterns into this file")
     options = parser.parse_args()
-    if options.steps < 20:
-        parser.error(f"--steps {options.steps} is too few to learn anything; give at least 20")
-    if options.dim < 2 or options.dim % 2:
-        parser.error(f"--dim {options.dim} cannot be rotated in pairs; give an even number from 2")
     streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
     tqdm = need("tqdm", 'pip install "streamkl-cupy[examples]"').tqdm
     if options.plot:
         need("matplotlib", 'pip install "streamkl-cupy[examples]", or leave out --plot')
-    dtype = options.dtype
-    if dtype == "bfloat16":
-        dtype = need("ml_dtypes", "pip install ml_dtypes, or use --dtype float16").bfloat16
-
+    dtype = dtype_of(options.dtype)
     xp = array_library(options.cpu)
     data = sample()
     hidden = xp.asarray(data["layer15_hidden"], dtype="float32")
@@ -81,17 +73,17 @@ def main() -> None:
 
     late, seen = slice(TRAIN, None), slice(None, TRAIN)
     try:
-        whole, train_rows, late_rows = (
+        pattern, train_rows, late_rows = (
             pattern_of(tokens, tokens),
             pattern_of(TRAIN, TRAIN),
             pattern_of(tokens - TRAIN, tokens),
         )
-    except ValueError as error:
-        parser.error(str(error))
+    except ValueError as error:  # what no option alone can be told
+        parser.error(f"--dense-heads with --groups: {error}")
     print(f"{xp.__name__} arrays, {options.dtype}: head dimension {teacher_q.shape[-1]} -> {options.dim}")
     print(
-        f"a head sees {whole.density:.0%} of its context in blocks of {options.block} tokens, all heads together "
-        f"{whole.coverage().fraction:.0%}"
+        f"a head sees {pattern.density:.0%} of its context in blocks of {options.block} tokens, all heads together "
+        f"{pattern.coverage().fraction:.0%}"
     )
 
     student = Student(xp, hidden.shape[1], (heads, len(teacher_k)), options.dim, options.seed)
@@ -121,22 +113,22 @@ def main() -> None:
     # The teacher against itself: what of its attention the pattern lets through, row by row.
     teacher = (teacher_q, teacher_k) * 2
     dense_lse = streamkl.attention_kl_forward(*teacher, causal=True).teacher_lse
-    stats = streamkl.attention_kl_forward(*teacher, causal=True, block_mask=whole, dense_teacher_lse=dense_lse)
+    stats = streamkl.attention_kl_forward(*teacher, causal=True, block_mask=pattern, dense_teacher_lse=dense_lse)
     kept = to_numpy(stats.teacher_mass).mean(axis=-1)
 
     print("head  sees  keeps of the teacher  held-out KL in nats")
     for head in range(heads):
-        density = whole.select(head).density
+        density = pattern.select(head).density
         print(f"{head:>4}{density:>6.0%}{kept[head]:>22.1%}{before[head]:>13.3f} -> {after[head]:.3f}")
     print(f"training rows: KL {train[0]:.3f} -> {train[-1]:.3f} nats")
     print(f"held-out rows: KL {before.mean():.3f} -> {after.mean():.3f} nats")
     if options.plot:
-        figure = whole.plot(range(heads))
+        figure = pattern.plot(range(heads))
         for head, axis in enumerate(figure.axes[:heads]):
             axis.set_title(f"head {head}: {kept[head]:.0%} of the teacher", fontsize=9)
         figure.savefig(options.plot, dpi=150)
         print(f"wrote {options.plot}")
-    assert np.all((kept > 0) & (kept < 1 + 1e-5)), "attention kept must be a part of the whole"
+    assert np.all((kept > 0) & (kept < 1 + 1e-5)), "attention kept must be a part of the pattern"
     assert train[-1] < 0.5 * train[0], "the training loss did not halve"
     assert after.mean() < 0.5 * before.mean(), "the held-out loss did not halve"
     print("The sparse student's attention follows its teacher's.")

@@ -9,7 +9,7 @@ the CUDA kernels on the current stream.
 
 import argparse
 
-from _shared import need, sample
+from _shared import need, sample, training_options
 
 DIM = 16
 
@@ -18,12 +18,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], epilog="example: python examples/torch_autograd.py --steps 60 --cpu"
     )
-    parser.add_argument("--steps", type=int, default=60, help="optimiser steps, at least 20 (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first weights (%(default)s)")
+    training_options(parser, steps=60)
     parser.add_argument("--cpu", action="store_true", help="use the CPU even where a GPU is usable")
     options = parser.parse_args()
-    if options.steps < 20:
-        parser.error(f"--steps {options.steps} is too few to learn anything; give at least 20")
     torch = need("torch", 'pip install "streamkl-cupy[torch]"')
     streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
 

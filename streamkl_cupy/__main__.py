@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .errors import StreamKLError
+from .cli import exit_code
 
 COMMANDS = ("doctor", "bench", "compile")
 EPILOG = """\
@@ -41,14 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     options = parser.parse_args(arguments)
-    try:
-        return int(options.run(options))
-    except (StreamKLError, ValueError, ImportError, OSError) as error:
-        print(f"{parser.prog} {options.command}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code(f"{parser.prog} {options.command}", lambda: int(options.run(options)))
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ class Torch(Adapter):
             return f"is not a dense tensor (layout {x.layout}, nested {x.is_nested}); pass a padded or dense one"
         if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return (
-                f"is a {kind}, which has no memory of its own; outside torch.compile give plain tensors "
+                f"is {with_article(kind)}, which has no memory of its own; outside torch.compile give plain tensors "
                 f"(of a distributed or wrapped tensor, its local one)"
             )
         if x.is_meta:
@@ -243,7 +243,7 @@ class Torch(Adapter):
             return f"is on device {x.device}; allowed are CUDA and CPU tensors"
         if x.is_neg():
             return f"has its negative bit set, so its memory holds the opposite sign; pass {name}.resolve_neg()"
-        return f"is a {kind} whose memory cannot be read; pass {name}.clone()"
+        return f"is {with_article(kind)} whose memory cannot be read; pass {name}.clone()"
 
     def allocate(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> Any:
         return self.torch.empty(shape, dtype=self.types[dtype], device=like.array.device)
@@ -312,7 +312,7 @@ class Other(Adapter):
             importer = cupy_module().asarray
         else:
             raise TypeError(
-                f"{name} is a {kind_of(x)}, not an array; allowed are NumPy, CuPy, torch and JAX arrays and other "
+                f"{name} is {a_kind_of(x)}, not an array; allowed are NumPy, CuPy, torch and JAX arrays and other "
                 f"DLPack producers. Convert it first, for example np.asarray({name}, dtype=np.float32)"
             )
         try:
@@ -373,6 +373,16 @@ def kind_of(x: Any) -> str:
     """Type name for a message."""
     kind = type(x)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def a_kind_of(x: Any) -> str:
+    """The same with its article: "an int", "a numpy.ndarray"."""
+    return with_article(kind_of(x))
+
+
+def with_article(kind: str) -> str:
+    """A type name as it is read aloud: "a uint8" begins with a consonant."""
+    return f"{'an' if kind[0] in 'aeioAEIO' else 'a'} {kind}"
 
 
 def _attribute(module: str, name: str) -> Any:

@@ -30,13 +30,13 @@ _TEXT = {
         q_offset: With causal or window, replaces N - M: row i sees keys j <= i + q_offset. For chunks of the queries.
         window: (left, right): row i sees keys i + (N - M) - left <= j <= i + (N - M) + right; -1 or None is no limit on
             that side. With causal, right is 0.
-        key_lengths: (B,) int32, B = 1 for inputs without batch: batch entry b has the keys j < key_lengths[b]. The
-            diagonal stays where it is.
-        cu_seqlens_q: (S + 1,) int32 for packed inputs (rows of all sequences, H, D): sequence s owns the rows
-            cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees its own keys; i, j, M and N above are the sequence's own.
+        key_lengths: (B,) int32, contiguous, B = 1 for inputs without batch: batch entry b has the keys
+            j < key_lengths[b]. The diagonal stays where it is.
+        cu_seqlens_q: (S + 1,) int32, contiguous, for packed inputs (rows of all sequences, H, D): sequence s owns the
+            rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees its own keys; i, j, M and N above are its own.
             The layout has no say, and row results are (rows, H). Rows after the last sequence see nothing.
         cu_seqlens_k: The same for keys; both or neither. They go with causal, window and q_offset.
-        key_mask: (B, N) bool, or (N,) for inputs without batch: which keys each batch entry has.
+        key_mask: (B, N) bool, or (N,) for inputs without batch: which keys each batch entry has. Any strides.
         block_mask: A `streamkl_cupy.patterns.BlockPattern`: which blocks of keys each block of rows sees, per head.
             All of these but packing combine: a row sees a key that every one of them shows it, and both distributions,
             the teacher's too, are normalised over these keys alone.
@@ -207,7 +207,7 @@ def attention_kl(
             dense_teacher_lse=dense_teacher_lse,
         )
     inputs = calls.view_inputs(*given)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
     ready = calls.prepare(inputs, chosen, masks)
     if row_weight is not None:
         validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
@@ -277,7 +277,7 @@ def attention_kl_forward(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
     ready = calls.prepare(inputs, chosen, masks)
     if dense_teacher_lse is not None:
         _check_dense(dense_teacher_lse, inputs, ready)
@@ -349,7 +349,8 @@ def attention_kl_backward(
         `KLGradients`, None where `wrt` does not ask.
 
     Accuracy:
-        Relative L2 error <= 4e-3 for bfloat16, 5e-4 for float16 and 1e-5 for float32 inputs.
+        Relative L2 error <= 4e-3 for bfloat16, 5e-4 for float16 and 1e-5 for float32 inputs. Gradients below 6e-5, as
+        those of a mean over many rows, have fewer digits in float16.
 
     Raises:
         <ERRORS>
@@ -375,7 +376,7 @@ def attention_kl_backward(
         describe("student_lse", student_lse),
         None if kl is None else describe("kl", kl),
     )
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
     ready = calls.prepare(inputs, chosen, masks)
     for view in saved:
         if view is not None:
@@ -464,7 +465,7 @@ def attention_kl_value_and_grad(
             "call attention_kl_forward and attention_kl_backward"
         )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
     ready = calls.prepare(inputs, chosen, masks)
     validate.gradients_built(ready.problem, wrt)
     if row_weight is not None:

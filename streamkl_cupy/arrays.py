@@ -21,10 +21,10 @@ from .adapters import (
     MASK_ITEMSIZE,
     READERS,
     ArrayView,
+    a_kind_of,
     adapter_for,
     cuda,
     cupy_module,
-    kind_of,
     refused_dtype,
 )
 from .problem import Device, compact_strides
@@ -92,6 +92,12 @@ class Gradients(NamedTuple):
 
 
 MASK_DTYPES = {"key_lengths": "int32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "key_mask": "bool"}
+MASK_REMEDIES = {
+    "numpy": 'numpy.asarray({name}, dtype="{dtype}")',
+    "cupy": 'cupy.asarray({name}, dtype="{dtype}")',
+    "torch": "torch.as_tensor({name}, dtype=torch.{dtype}, device=student_q.device)",
+    "jax": 'jax.numpy.asarray({name}, dtype="{dtype}")',
+}
 SIZES = {**ITEMSIZE, **MASK_ITEMSIZE}
 
 
@@ -100,16 +106,26 @@ def describe(name: str, x: Any) -> ArrayView:
     return (READERS.get(type(x)) or adapter_for(name, x))[1](name, x)
 
 
-def describe_mask(name: str, x: Any) -> ArrayView:
-    """Read an array that a mask reads, of the one dtype that it may have."""
-    _check_mask_dtype(name, x)
+def describe_mask(name: str, x: Any, framework: str = "numpy") -> ArrayView:
+    """Read an array that a mask reads, of the one dtype that it may have; `framework` is that of the inputs."""
+    _check_mask_dtype(name, x, framework)
     return ADAPTERS[_kind(name, x)].read(name, x, True)
 
 
-def _check_mask_dtype(name: str, x: Any) -> None:
+def no_mask_array(name: str, x: Any, framework: str) -> TypeError:
+    """The error about something else in the place of an array that a mask reads."""
+    dtype = MASK_DTYPES[name]
+    remedy = MASK_REMEDIES[framework].format(name=name, dtype=dtype)
+    return TypeError(
+        f"{name} is {a_kind_of(x)}; allowed is a {framework} array of dtype {dtype}, as the inputs are {framework} "
+        f"arrays. Make one: {remedy}"
+    )
+
+
+def _check_mask_dtype(name: str, x: Any, framework: str = "numpy") -> None:
     wanted, dtype = MASK_DTYPES[name], getattr(x, "dtype", None)
     if dtype is None:
-        raise TypeError(f"{name} is a {kind_of(x)}; allowed is an array of the inputs' framework, of dtype {wanted}")
+        raise no_mask_array(name, x, framework)
     label = str(dtype).removeprefix("torch.")
     if label != wanted:
         cast = f"{name}.to(torch.{wanted})" if str(dtype) != label else f'{name}.astype("{wanted}")'
@@ -144,7 +160,7 @@ def standin(name: str, x: Any, device: Device) -> ArrayView:
         shape, dtype = tuple(operator.index(n) for n in x.shape), x.dtype
     except (AttributeError, TypeError) as cause:
         raise TypeError(
-            f"{name} is a {kind_of(x)}; allowed are arrays, and objects with a shape of integers and a dtype"
+            f"{name} is {a_kind_of(x)}; allowed are arrays, and objects with a shape of integers and a dtype"
         ) from cause
     if any(n < 0 for n in shape):
         raise ValueError(f"{name}: shape {shape} has a negative extent; allowed are 0 and more")

@@ -82,14 +82,21 @@ def view_inputs(teacher_q: Any, teacher_k: Any, student_q: Any, student_k: Any) 
 
 
 def view_masks(
-    key_lengths: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, key_mask: Any = None
+    key_lengths: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    key_mask: Any = None,
+    framework: str = "numpy",
 ) -> MaskArrays | None:
-    """Describe what a mask reads; None where there is nothing."""
+    """Describe what a mask reads, beside inputs of a framework; None where there is nothing."""
     if key_lengths is None and cu_seqlens_q is None and cu_seqlens_k is None and key_mask is None:
         return None
     given = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
     return MaskArrays(
-        *(None if x is None else arrays.describe_mask(name, x) for name, x in zip(MASK_ARRAYS, given, strict=True))
+        *(
+            None if x is None else arrays.describe_mask(name, x, framework)
+            for name, x in zip(MASK_ARRAYS, given, strict=True)
+        )
     )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from . import api, arrays, calls, reduce, validate
-from .adapters import kind_of
+from .adapters import a_kind_of
 from .problem import INPUT_NAMES, MASK_ARRAYS, STUDENT, Device, Options, Problem, compact_strides
 
 if TYPE_CHECKING:
@@ -489,8 +489,8 @@ def _unfold(
         return tuple(0 if n == 1 else s for n, s in zip(view.shape[: mapped + batch], view.strides))
 
     steps = [steps_of(view) for view in views]
-    # Arrays of masks have no strides in a kernel: their entries lie one after the other. The batch axis that
-    # key_lengths has without the inputs having one is of extent 1.
+    # Arrays of masks are merged where their entries lie one after the other, as kernels read key_lengths. The batch
+    # axis that this has without the inputs having one is of extent 1.
     rests = {name: () if name == "key_lengths" else view.shape[-1:] for name, view in masks.items()}
     mask_steps = {name: steps_of(view) for name, view in masks.items()}
     looped = 0
@@ -541,7 +541,7 @@ def _is_one_axis(extents: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def _inputs(*inputs: Any) -> tuple[jax.Array, ...]:
     for name, x in zip(INPUT_NAMES, inputs):
         if not isinstance(x, jax.Array):
-            raise TypeError(f"{name} is a {kind_of(x)}; allowed here are JAX arrays (jnp.asarray makes one)")
+            raise TypeError(f"{name} is {a_kind_of(x)}; allowed here are JAX arrays (jnp.asarray makes one)")
         if not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")
     return inputs
@@ -551,7 +551,7 @@ def _masks(config: _Config, inputs: tuple[Any, ...], *given: Any) -> _Masks:
     """Arrays of masks, with their values checked where that can be done at once: an error inside XLA reads badly."""
     for name, x in zip(MASK_ARRAYS, given, strict=True):
         if x is not None and not isinstance(x, jax.Array):
-            raise TypeError(f"{name} is a {kind_of(x)}; allowed here are JAX arrays (jnp.asarray makes one)")
+            raise arrays.no_mask_array(name, x, "jax")
     known = {n: x for n, x in _given(given).items() if not isinstance(x, jax.core.Tracer)}
     if known and config.platform == "cpu":
         views, seen = _standins(inputs, given, arrays.CPU)
@@ -565,7 +565,7 @@ def _with_mass(rows: api.KLForward, dense: Any) -> api.KLForward | api.KLForward
         return rows
     if not isinstance(dense, jax.Array) or dense.shape != rows.teacher_lse.shape:
         raise ValueError(
-            f"dense_teacher_lse is a {kind_of(dense)} of shape {getattr(dense, 'shape', ())}; allowed is a JAX array "
+            f"dense_teacher_lse is {a_kind_of(dense)} of shape {getattr(dense, 'shape', ())}; allowed is a JAX array "
             f"of one value per query row, {rows.teacher_lse.shape}"
         )
     return api.KLForwardMass(*rows, reduce.teacher_mass(jnp, rows.teacher_lse, jax.lax.stop_gradient(dense)))

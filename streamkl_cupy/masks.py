@@ -133,9 +133,13 @@ def _blocks_between(q0: int, q1: int, size: int) -> Indices:
 
 
 def _listed(scene: Scene, rows: Indices, keys: Indices) -> Bools:
-    """(1, h, rows, keys), h is 1 where one head of the pattern serves all."""
-    heads = scene.heads if scene.pattern.heads > 1 else range(1)
-    return np.stack([scene.pattern.visible(rows[:, None], keys, head) for head in heads])[None]
+    """(1, h, rows, keys), h is 1 where one head of the pattern serves all; the rows ascend."""
+    pattern = scene.pattern
+    heads = scene.heads if pattern.heads > 1 else range(1)
+    row, column = rows // pattern.query_block, keys // pattern.key_block
+    first, last = (int(row[0]), int(row[-1]) + 1) if len(row) else (0, 0)
+    lines = np.stack([pattern.dense_rows(head, first, last) for head in heads])
+    return lines[None, :, (row - first)[:, None], column]
 
 
 def _listed_blocks(scene: Scene, q0: int, q1: int, k0: int, k1: int) -> Bools:

@@ -41,8 +41,8 @@ def row_gradient(xp: Any, lse: Any, weight: Any, reduction: str) -> Any:
 
 def teacher_mass(xp: Any, lse: Any, dense_lse: Any) -> Any:
     """Share of the teacher's dense distribution on the keys a row sees; 0 where it sees none."""
-    # Selected before the exponential: -inf minus -inf is NaN.
-    return xp.exp(xp.where(lse == -xp.inf, lse, lse - dense_lse))
+    # Selected before the subtraction: -inf minus -inf is NaN, and NumPy warns of it even where it is not taken.
+    return xp.exp(lse - xp.where(lse == -xp.inf, 0.0, dense_lse))
 
 
 def _row_weights(xp: Any, lse: Any, weight: Any, dtype: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import api, arrays, calls, reduce, validate
-from .adapters import kind_of
+from .adapters import a_kind_of
 from .arrays import RowStats, Saved
 from .problem import INPUT_NAMES, MASK_ARRAYS, Options
 
@@ -77,8 +77,8 @@ def attention_kl(
     are computed. The log-sum-exps are constants to autograd. Autocast does not touch the inputs, and the loss is
     float32. Second order and forward mode raise NotImplementedError.
 
-    ``torch.vmap`` becomes one larger batch. Where only some inputs are mapped and these have a batch axis of their
-    own, the others are repeated in memory to that size.
+    ``torch.vmap`` becomes one larger batch; packed sequences have none, so there it becomes a loop. Where only some
+    inputs are mapped and these have a batch axis of their own, the others are repeated in memory to that size.
 
     Example:
         >>> import torch
@@ -93,7 +93,7 @@ def attention_kl(
     for name, x in zip(INPUT_NAMES, inputs):
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"{name} is a {kind_of(x)}; allowed here are torch tensors (torch.from_dlpack makes one without a copy)"
+                f"{name} is {a_kind_of(x)}; allowed here are torch tensors (torch.from_dlpack makes one without a copy)"
             )
     if reduction != "none":
         validate.choice("reduction", reduction, validate.REDUCTIONS)
@@ -101,14 +101,14 @@ def attention_kl(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     masks = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    for name, mask in zip(MASK_ARRAYS, masks):
+        if mask is not None and not isinstance(mask, Tensor):
+            raise arrays.no_mask_array(name, mask, "torch")
     if _plain(inputs) and (key_mask is None or type(key_mask) is Tensor):
         views, seen = calls.view_inputs(*inputs), calls.view_masks(*masks)
         ready = calls.prepare(views, options, seen)
         kl, teacher_lse, student_lse = (view.array for view in calls.forward(views, ready, seen))
     else:
-        for name, mask in zip(MASK_ARRAYS, masks):
-            if mask is not None and not isinstance(mask, Tensor):
-                raise TypeError(f"{name} is a {kind_of(mask)}; allowed is a torch tensor, like the inputs")
         function = _AttentionKL if torch.compiler.is_compiling() else _EagerAttentionKL
         digest = None if block_mask is None else block_mask.digest
         kl, teacher_lse, student_lse = function.apply(*inputs, *masks, *options[:-1], digest)  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def _check_dense(dense: Any, rows: Tensor) -> None:
     """`validate.row_array` in words that torch.compile can trace."""
     if not isinstance(dense, Tensor) or dense.dtype != rows.dtype or dense.device != rows.device:
         raise TypeError(
-            f"dense_teacher_lse is a {kind_of(dense)}; allowed is a {rows.dtype} torch tensor on {rows.device}, the "
+            f"dense_teacher_lse is {a_kind_of(dense)}; allowed is a {rows.dtype} torch tensor on {rows.device}, the "
             f"teacher_lse of the dense call"
         )
     if dense.shape != rows.shape:
@@ -141,7 +141,7 @@ def _check_dense(dense: Any, rows: Tensor) -> None:
 def _check_weight(weight: Any, rows: Tensor) -> None:
     """`validate.row_weight` in words that torch.compile can trace."""
     if not isinstance(weight, Tensor) or weight.is_complex():
-        raise TypeError(f"row_weight is a {kind_of(weight)}; allowed is a torch tensor of real numbers or bool")
+        raise TypeError(f"row_weight is {a_kind_of(weight)}; allowed is a torch tensor of real numbers or bool")
     if weight.device != rows.device:
         raise ValueError(f"row_weight is on {weight.device}, but the inputs are on {rows.device}; move it first")
     shape, full = tuple(weight.shape), tuple(rows.shape)
@@ -376,6 +376,8 @@ def _(grad: Tensor, *args: Any) -> Any:
 
 @_forward_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    if args[5] is not None:
+        return _looped(_forward_op, info.batch_size, in_dims, args)
     folded = _Fold(info.batch_size, args[2], in_dims[2], layout=args[12])
     inputs = [folded.fold(x, d) for x, d in zip(args[:4], in_dims)]
     masks = [folded.fold_mask(*x) for x in zip(MASK_ARRAYS, args[4:8], in_dims[4:8])]
@@ -385,6 +387,8 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
 
 @_backward_op.register_vmap
 def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    if args[9] is not None:
+        return _looped(_backward_op, info.batch_size, in_dims, args)
     folded = _Fold(info.batch_size, args[3], in_dims[3], layout=args[17])
     grad, *rest = args[:8]
     inputs = [folded.fold(x, d) for x, d in zip(rest[:4], in_dims[1:5])]
@@ -394,6 +398,20 @@ def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     grads = _backward_op(folded.fold(grad, in_dims[0]), *inputs, *saved, *masks, *args[12:])
     out_dims = tuple(0 if w else None for w in wanted)
     return tuple(folded.unfold(g) if w else g for g, w in zip(grads, wanted)), out_dims
+
+
+def _looped(op: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """One call per entry, for packed sequences: these have no batch axis that the entries could become."""
+
+    def entry(x: Any, dim: Any, i: int) -> Any:
+        if not isinstance(dim, int):  # a list has a list of dims, all None
+            return x
+        part = x.select(dim, i)
+        return part.contiguous() if part.dtype == torch.int32 else part  # bounds are read as they lie
+
+    calls = [op(*(entry(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(size)]
+    results = tuple(map(torch.stack, zip(*calls)))
+    return results, (0,) * len(results)
 
 
 class _Fold:
@@ -417,14 +435,11 @@ class _Fold:
         """An array of a mask, whose first axis is the batch axis where there is one."""
         if x is None:
             return None
-        if name.startswith("cu_seqlens"):
-            raise NotImplementedError(
-                "torch.vmap over packed sequences: vmap becomes a larger batch, which these do not have; append the "
-                "sequences to each other instead"
-            )
         x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
+        if name == "key_mask":  # read through any strides
+            return x.flatten(0, 1) if self.rank == 4 else x
         # Of inputs without a batch axis, key_lengths has one nevertheless, of extent 1.
-        return (x.flatten(0, 1) if self.rank == 4 or name == "key_lengths" else x).contiguous()
+        return x.flatten(0, 1).contiguous()
 
     def unfold(self, x: Tensor) -> Tensor:
         if self.rank == 2:

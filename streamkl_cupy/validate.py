@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import arrays
-from .adapters import kind_of
+from .adapters import a_kind_of
 from .arrays import ArrayView, Inputs, MaskArrays
 from .planning import MAX_DIM, MAX_TEACHER_DIM
 from .problem import (
@@ -58,9 +58,9 @@ def options(
     if student_scale is not None:
         student_scale = _scale("student_scale", student_scale)
     if type(causal) is not bool:
-        causal = _flag("causal", causal)
+        causal = flag("causal", causal)
     if q_offset is not None:
-        q_offset = _integer("q_offset", q_offset)
+        q_offset = integer("q_offset", q_offset)
         if not causal and window is None:
             raise ValueError(
                 f"q_offset={q_offset} moves the diagonal of causal and window, but there is neither; pass causal=True "
@@ -75,14 +75,14 @@ def options(
     if precision != "highest":
         choice("precision", precision, PRECISIONS)
     if deterministic is not None and type(deterministic) is not bool:
-        deterministic = _flag("deterministic", deterministic)
+        deterministic = flag("deterministic", deterministic)
     return Options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask)
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Check an argument that is one of a few words."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is a {kind_of(value)}; allowed are {_listed(allowed)}")
+        raise TypeError(f"{name} is {a_kind_of(value)}; allowed are {_listed(allowed)}")
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; allowed are {_listed(allowed)}")
 
@@ -92,7 +92,7 @@ def wanted(wrt: Any, has_kl: bool = True) -> tuple[str, ...]:
     if isinstance(wrt, str):
         raise TypeError(f"wrt={wrt!r} is a string; write it as a tuple: wrt=({wrt!r},)")
     if not isinstance(wrt, (tuple, list)):
-        raise TypeError(f"wrt is a {kind_of(wrt)}; pass a tuple of argument names, such as {WRT_EXAMPLE}")
+        raise TypeError(f"wrt is {a_kind_of(wrt)}; pass a tuple of argument names, such as {WRT_EXAMPLE}")
     for name in wrt:
         if not isinstance(name, str) or name not in INPUT_NAMES:
             raise ValueError(f"wrt names {name!r}; allowed are {_listed(INPUT_NAMES)}")
@@ -261,9 +261,13 @@ def _check_mask_shapes(masks: MaskArrays, batch: int, keys: int, rank: int) -> N
                 f"{name}: shape {view.shape}; allowed is (S + 1,) for S sequences, at least one: 0, and where each of "
                 f"them ends"
             )
-        if view.strides != compact_strides(view.shape):
+        # A mask of keys is packed before it is used, which takes any strides; the others are read as they lie.
+        if name != "key_mask" and view.strides != compact_strides(view.shape):
+            library = arrays.native(view)
+            copy = f"{name}.contiguous()" if library == "torch" else f"{library}.ascontiguousarray({name})"
             raise ValueError(
-                f"{name}: strides {view.strides} of its {view.shape} elements leave gaps; pass a contiguous copy"
+                f"{name}: stride {view.strides[0]} between its {view.shape[0]} elements; allowed is 1, a contiguous "
+                f"array. Pass {copy}"
             )
     q, k = masks.cu_seqlens_q, masks.cu_seqlens_k
     if q is not None and k is not None and q.shape != k.shape:
@@ -336,7 +340,7 @@ def row_array(view: ArrayView, row_shape: tuple[int, ...], dtype: str, like: Arr
 def weight_framework(weight: Any) -> str:
     """The framework of weights, which must be an array."""
     if not hasattr(weight, "shape") or isinstance(weight, np.generic):
-        raise TypeError(f"row_weight is a {kind_of(weight)}; pass an array of the inputs' framework, such as ones")
+        raise TypeError(f"row_weight is {a_kind_of(weight)}; pass an array of the inputs' framework, such as ones")
     return arrays.framework_of("row_weight", weight)
 
 
@@ -417,7 +421,7 @@ def _operand(view: ArrayView, extents: tuple[int, int, int, int], layout: str) -
 def _scale(name: str, value: Any) -> float:
     if type(value) is not float:
         if isinstance(value, (bool, np.bool_, str, bytes)) or getattr(value, "shape", ()) != ():
-            raise TypeError(f"{name} is a {kind_of(value)}; allowed are a number, and an array without axes")
+            raise TypeError(f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes")
         if getattr(value, "requires_grad", False):
             raise TypeError(
                 f"{name} requires a gradient, but scales are constants; pass float({name}), and scale the queries "
@@ -428,34 +432,35 @@ def _scale(name: str, value: Any) -> float:
         except OverflowError as cause:
             raise ValueError(f"{name} is beyond what a float can hold; allowed is every finite number") from cause
         except Exception as cause:
-            raise TypeError(f"{name} is a {kind_of(value)}; allowed are a number known now (not traced)") from cause
+            raise TypeError(f"{name} is {a_kind_of(value)}; allowed are a number known now (not traced)") from cause
     if not math.isfinite(value):
         raise ValueError(f"{name}={value} is not finite; allowed is every finite number, 0 and negative included")
     return float(value)
 
 
-def _integer(name: str, value: Any) -> int:
-    if type(value) is not int:
+def integer(name: str, value: Any) -> int:
+    """A plain integer of any size."""
+    if type(value) is int:
+        return value
+    try:
         if isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{name} is a {kind_of(value)}; allowed is an integer")
-        try:
-            value = operator.index(value)
-        except Exception as cause:
-            raise TypeError(f"{name}={value!r} is a {kind_of(value)}; allowed is an integer") from cause
-    return int(value)
+            raise TypeError("a bool counts nothing")
+        return operator.index(value)
+    except Exception as cause:
+        raise TypeError(f"{name}={value!r} is {a_kind_of(value)}; allowed is an integer") from cause
 
 
 def _window(value: Any) -> tuple[int, int]:
     """Keys to the left and to the right, -1 for no limit."""
     if not isinstance(value, (tuple, list)):
-        raise TypeError(f"window={value!r} is a {kind_of(value)}; allowed is a pair (left, right), such as (1024, 0)")
+        raise TypeError(f"window={value!r} is {a_kind_of(value)}; allowed is a pair (left, right), such as (1024, 0)")
     if len(value) != 2:
         raise ValueError(
             f"window={value!r} has {len(value)} entries; allowed is a pair (left, right), such as (1024, 0)"
         )
     sides = []
     for name, side in zip(("left", "right"), value, strict=True):
-        keys = -1 if side is None else _integer(f"window's {name}", side)
+        keys = -1 if side is None else integer(f"window's {name}", side)
         if keys < -1:
             raise ValueError(
                 f"window={tuple(value)!r}: {name} is {keys}; allowed are 0 and more, and -1 or None for no limit"
@@ -471,15 +476,16 @@ def _pattern(value: Any) -> None:
 
     if not isinstance(value, BlockPattern):
         raise TypeError(
-            f"block_mask is a {kind_of(value)}; allowed is a streamkl_cupy.patterns.BlockPattern, which "
+            f"block_mask is {a_kind_of(value)}; allowed is a streamkl_cupy.patterns.BlockPattern, which "
             f"patterns.from_dense makes of a boolean block matrix"
         )
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, np.bool_):
+def flag(name: str, value: Any) -> bool:
+    """A plain bool."""
+    if not isinstance(value, (bool, np.bool_)):
         others = "True, False and None" if name == "deterministic" else "True and False"
-        raise TypeError(f"{name}={value!r} is a {kind_of(value)}; allowed are {others}")
+        raise TypeError(f"{name}={value!r} is {a_kind_of(value)}; allowed are {others}")
     return bool(value)
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import secrets
+import sys
 import zlib
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 # Before NumPy is imported. These products are small: several BLAS threads spend their time waiting for each other, and
@@ -17,6 +21,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 import streamkl_cupy
@@ -30,6 +35,7 @@ from streamkl_cupy.testing.problems import Case
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 Array = NDArray[Any]
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,6 +86,29 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Fresh numbers for each test and each run, the same ones for the same --seed."""
     return np.random.default_rng([request.config.getoption("--seed"), zlib.crc32(request.node.nodeid.encode())])
+
+
+def examples(count: int) -> Any:
+    """So many random examples, few enough for a slow machine; a failure prints how to repeat it."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+
+
+def load_script(path: str) -> ModuleType:
+    """A script of the examples, by its path from there, as a module."""
+    where = EXAMPLES / path
+    spec = importlib.util.spec_from_file_location(f"example_{where.stem}", where)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 class Backend:

@@ -14,6 +14,7 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
+from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_same_bits
 from streamkl_cupy.testing.problems import RECIPES, make, upstream
 
@@ -40,6 +41,24 @@ def rows_of(case: Any) -> tuple[int, ...]:
 def test_head_dims(core: Any, rng: Any, dtype: str, causal: bool, D_t: int, D_s: int) -> None:
     case = make(H=2, M=129, N=200, D_t=D_t, D_s=D_s, dtypes=dtype, seed=seed_of(rng), causal=causal)
     core.judge(case, upstream(rng, rows_of(case)), plain=True)
+
+
+def test_float16_gradients_of_a_mean_are_as_good_as_float16(core: Any, rng: Any) -> None:
+    """Where it has few digits left, the error is that of rounding; sums, divided outside, have all digits."""
+    case = make(H=4, M=512, N=256, D_t=32, dtypes="float16", seed=seed_of(rng))
+    wanted = reference.backward(np.full(rows_of(case), 1 / 2048), *case.arrays).value
+
+    def errors(x: Any, exact: Any) -> float:
+        return float(np.linalg.norm(x - exact) / np.linalg.norm(exact))
+
+    best: dict[str, list[float]] = {"mean": [], "sum": []}
+    for reduction, rows in (("mean", 1), ("sum", 2048)):
+        _, grads = streamkl_cupy.attention_kl_value_and_grad(*core.arrays(case), reduction=reduction, wrt=INPUT_NAMES)
+        for name in INPUT_NAMES:
+            exact = getattr(wanted, name)
+            best[reduction].append(errors((exact * rows).astype(np.float16).astype(np.float64) / rows, exact))
+            assert errors(core.numpy(getattr(grads, name)) / rows, exact) < np.hypot(best[reduction][-1], 5e-4), name
+    assert max(best["mean"]) > 5e-4 > 1.5 * max(best["sum"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

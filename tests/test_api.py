@@ -206,6 +206,41 @@ def test_row_without_weight_may_be_nan(module: str) -> None:
     assert reduce.reduce_rows(xp, kl, lse, w, "none").dtype == kl.dtype
 
 
+@pytest.mark.parametrize("module", ["numpy", "torch", "jax.numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_rows_without_a_key_are_no_cause_for_warnings(module: str) -> None:
+    """NumPy warns of what its `where` computes and does not take; nothing of that may reach a caller."""
+    xp = pytest.importorskip(module)
+
+    def array(values: list[float]) -> Any:
+        return xp.asarray(values, dtype=xp.float32)
+
+    empty, inf, nan = -np.inf, np.inf, np.nan
+    with np.errstate(all="raise"):
+        mass = reduce.teacher_mass(xp, array([empty, empty, empty, 0, nan, 0]), array([empty, 0, nan, 0, 0, nan]))
+        assert [float(x) for x in mass[:4]] == [0, 0, 0, 1]
+        assert np.isnan([float(x) for x in mass[4:]]).all()
+        assert mass.dtype == xp.float32
+        for lse, weights in (([empty] * 4, [0, 1, inf, nan]), ([empty, empty, 0, 0], [inf, nan, 0, 3])):
+            seen = [w for x, w in zip(lse, weights) if x == 0]
+            rows = xp.zeros_like(array(lse)), array(lse), array(weights)
+            for reduction in ("none", "sum", "mean"):
+                assert float(xp.sum(reduce.reduce_rows(xp, *rows, reduction))) == 0
+            assert float(xp.sum(reduce.row_gradient(xp, *rows[1:], "sum"))) == sum(seen)
+            assert float(xp.sum(reduce.row_gradient(xp, *rows[1:], "mean"))) == bool(seen)
+        assert float(reduce.reduce_rows(xp, array([0, 2]), array([empty, 0]), None, "mean")) == 2
+
+
+def test_teacher_mass_of_rows_that_see_nothing_anyway(backend: Any) -> None:
+    """Causal with more rows than keys: the first rows see nothing in the dense call either."""
+    c = make(M=7, N=4, D_t=8)
+    x = backend.arrays(c)
+    dense = streamkl_cupy.attention_kl_forward(*x, causal=True).teacher_lse
+    rows = streamkl_cupy.attention_kl_forward(*x, window=(0, 0), dense_teacher_lse=dense)
+    mass = backend.numpy(rows.teacher_mass)[0, 0]
+    assert (mass[:3] == 0).all()
+    assert ((mass[3:] > 0) & (mass[3:] < 1 + 1e-5)).all()
+
+
 def test_zero_weight_still_has_a_derivative() -> None:
     torch = pytest.importorskip("torch")
     kl, lse = torch.tensor([1.0, 2.0]), torch.zeros(2)

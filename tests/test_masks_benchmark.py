@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import warnings
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import load_script
 
-ROOT = Path(__file__).resolve().parents[1]
 SIZE, HEADS, BLOCK = 256, 3, 16
 
 
 @pytest.fixture(scope="module")
 def masks() -> ModuleType:
-    path = ROOT / "examples" / "benchmarks" / "masks.py"
-    spec = importlib.util.spec_from_file_location("masks_benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/masks.py")
 
 
 @pytest.fixture(scope="module")

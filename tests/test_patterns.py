@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import doctest
 import pickle
 import subprocess
 import sys
 import threading
+import tracemalloc
 import warnings
-from dataclasses import FrozenInstanceError
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -27,16 +30,6 @@ Array = NDArray[Any]
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = [16, 32, 48, 64, 80, 112, 128]
 TILES = [(r, c) for r in (64, 128, 192, 256) for c in (32, 64, 128) if r * c <= 16384]
-
-
-def examples(count: int) -> Any:
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    )
 
 
 @st.composite
@@ -430,12 +423,38 @@ def test_the_digest_is_the_same_in_every_process() -> None:
     assert done.stdout.strip() == made.digest
 
 
+def test_what_a_pattern_lends_stays_as_it_is() -> None:
+    """Whoever holds an array cannot make it writeable again, nor find an owner who can."""
+    made = patterns.local(32, queries=200, block=16)
+    held = [made.row_offsets, made.key_blocks, made.column_offsets, made.query_blocks]
+    held += [*made.tile_lists(64, 64), made.coverage().per_query_block, *patterns.full(queries=0).tile_lists(64, 64)]
+    for array in held:
+        while isinstance(array, np.ndarray):
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                array.flags.writeable = True
+            array = array.base
+        assert isinstance(array, bytes)
+
+
+def test_fields_are_the_value_and_nothing_else() -> None:
+    made = patterns.strided(2, [0, 1], queries=100, keys=130, block=(16, 32))
+    made.tile_lists(64, 64)
+    found = dataclasses.asdict(made)
+    assert list(found) == [
+        "row_offsets", "key_blocks", "queries", "keys", "query_block", "key_block", "diagonal",
+        "column_offsets", "query_blocks", "digest",
+    ]  # fmt: skip
+    again = BlockPattern(**{field.name: found[field.name] for field in dataclasses.fields(made) if field.init})
+    assert again == made
+    assert dataclasses.replace(made, queries=97) == dataclasses.replace(again, queries=97) != made
+
+
 def test_nothing_can_be_changed() -> None:
     offsets, blocks = np.array([0, 1, 2]), np.array([0, 1])
     made = patterns.from_csr(offsets, blocks, queries=128)
     blocks[:] = 0
     assert made.key_blocks.tolist() == [0, 1], "the pattern shares the caller's memory"
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError):
         made.queries = 3  # type: ignore[misc]
     for array in (made.row_offsets, made.key_blocks, made.column_offsets, made.query_blocks):
         with pytest.raises(ValueError, match="read-only"):
@@ -516,6 +535,97 @@ def test_far_offsets_are_one_pattern() -> None:
     assert none.coverage().fraction == 1, "there is no context to miss"
 
 
+def peak_of(work: Callable[[], Any]) -> float:
+    """MiB that Python and NumPy hold at the most during the work, beyond what they held before."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+MOST = 2**31 - 1
+SMALL = {"queries": 200, "keys": 300, "block": 16}
+
+
+@pytest.mark.filterwarnings("ignore::streamkl_cupy.patterns.CoverageWarning")
+@pytest.mark.parametrize(
+    "huge, like",
+    [
+        (lambda: patterns.local(MOST, **SMALL), lambda: patterns.full(**SMALL)),
+        (lambda: patterns.sinks(MOST, **SMALL), lambda: patterns.full(**SMALL)),
+        (lambda: patterns.strided(MOST, **SMALL), lambda: patterns.strided(30, **SMALL)),
+        (lambda: patterns.strided(MOST, [-MOST, MOST, 7], **SMALL), lambda: patterns.strided(30, [0, 0, 7], **SMALL)),
+        (lambda: patterns.full(**SMALL, causal=True, q_offset=MOST), lambda: patterns.full(**SMALL)),
+        (lambda: patterns.local(9, **SMALL, q_offset=-MOST), lambda: patterns.local(9, **SMALL, q_offset=-10**6)),
+        (
+            lambda: patterns.sharded(2, window=0, stride=10**9, **SMALL),
+            lambda: patterns.sharded(2, window=0, stride=30, **SMALL),
+        ),
+        (
+            lambda: patterns.sharded(2, window=MOST, stride=MOST, sink=MOST, offsets=[MOST, -MOST], **SMALL),
+            lambda: patterns.full(**SMALL).select([0, 0]),
+        ),
+        # The least common multiple of these strides fits into no integer of NumPy.
+        (
+            lambda: patterns.sharded(
+                1, window=0, stride=[(20, MOST), (90, MOST - 1), (MOST, MOST - 2)], offsets=[-5], **SMALL
+            ),
+            lambda: patterns.local(0, **SMALL),
+        ),
+        # None stands for any distance, those of the farthest diagonal too.
+        (
+            lambda: patterns.sharded(1, window=0, stride=[(MOST, 1), (None, 1)], q_offset=-MOST, **SMALL),
+            lambda: patterns.full(**SMALL),
+        ),
+    ],
+)  # fmt: skip
+def test_work_follows_the_pattern_not_the_numbers(huge: Any, like: Any) -> None:
+    assert peak_of(huge) < 1
+    np.testing.assert_array_equal(huge().dense(), like().dense())
+
+
+@pytest.mark.filterwarnings("ignore::streamkl_cupy.patterns.CoverageWarning")
+def test_a_long_context_costs_what_it_lists() -> None:
+    """65,536 x 65,536 blocks: a byte for each of them would be 4 GiB."""
+    size = {"queries": 2**20, "block": 16, "causal": True}
+    near, first = patterns.local(100, **size), patterns.sinks(4, **size)
+    assert near.key_blocks.size < 2**19
+    corners = np.array([0, 2**20 - 1])
+    for work in (
+        lambda: patterns.local(100, **size),
+        lambda: near | first,
+        lambda: near & first,
+        lambda: patterns.sharded(2, window=64, stride=2**15, **size),
+        lambda: patterns.from_csr(near.row_offsets, near.key_blocks, **size),
+        near.coverage,
+        lambda: near.visible(corners[:, None], corners),
+        lambda: near.dense_rows(0, 2**16 - 3, 2**16),
+    ):
+        assert peak_of(work) < 64
+    assert near.visible(corners[:, None], corners).tolist() == [[True, False], [False, True]]
+    assert (near | first).visible(corners[:, None], corners).tolist() == [[True, False], [True, True]]
+
+
+def test_more_blocks_than_fit_are_refused_before_they_are_made() -> None:
+    size = {"queries": 2**21, "block": 16}
+    for make in (
+        lambda: patterns.full(**size),
+        lambda: patterns.local((None, 5), **size, causal=True),
+        lambda: patterns.sharded(2**16, window=2**14, stride=64, queries=2**16, causal=True),
+    ):
+        with pytest.raises(ValueError, match=r"\d+ listed blocks do not fit into 32-bit offsets, 2147483647 do"):
+            assert peak_of(make) < 64
+
+
+def test_the_union_of_heads_in_small_parts(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pattern, "CELLS", 5)
+    blocks = rng.random((3, 9, 14)) < np.array([0, 0.02, 0.9])[:, None, None]
+    made = patterns.from_dense(blocks, queries=140, keys=220, block=16)
+    np.testing.assert_allclose(made.coverage([0, 2]).per_query_block, blocks[[0, 2]].any(axis=0).mean(axis=1))
+
+
 SIZE = {"queries": 100, "block": 32}
 
 
@@ -530,7 +640,7 @@ SIZE = {"queries": 100, "block": 32}
         (lambda: patterns.full(queries=10, block=(16, 256)), ValueError, "key_block=256; allowed are multiples of 16"),
         (lambda: patterns.full(queries=10, block=(16, 0)), ValueError, "key_block=0"),
         (lambda: patterns.full(queries=10, block=(16, 16, 16)), ValueError, "allowed are one size, and a pair"),
-        (lambda: patterns.full(queries=10, causal=1), TypeError, "causal=1 is a int"),
+        (lambda: patterns.full(queries=10, causal=1), TypeError, "causal=1 is an int"),
         (lambda: patterns.full(queries=10, q_offset=1), ValueError, "causal is False"),
         (lambda: patterns.strided(2, queries=10, q_offset=1), ValueError, "causal is False"),
         (lambda: patterns.full(queries=10, causal=True, q_offset=1.5), TypeError, "q_offset=1.5 is a float"),
@@ -606,11 +716,113 @@ SIZE = {"queries": 100, "block": 32}
         (lambda: patterns.full(**SIZE).coverage([]), ValueError, "heads is empty"),
         (lambda: patterns.full(**SIZE).coverage("0"), TypeError, "heads is a str"),
         (lambda: patterns.full(**SIZE).select(1.5), TypeError, "heads is a float"),  # type: ignore[arg-type]
+        (lambda: patterns.full(**SIZE).select(np.array(1.5)), TypeError, r"heads=array\(1.5\) is a numpy.ndarray"),
+        (lambda: patterns.full(**SIZE).select(np.eye(2)), TypeError, "heads=array"),
+        (lambda: patterns.full(**SIZE).tile_lists(64, 64, 1), TypeError, "by_keys=1 is an int"),  # type: ignore[arg-type]
+        (lambda: patterns.full(**SIZE).plot(columns=0), ValueError, "columns=0; allowed are integers from 1"),
+        (lambda: patterns.full(queries=10, block=-16), ValueError, "query_block=-16; allowed are multiples of 16"),
+        (lambda: patterns.full(queries=10, block=2**40), ValueError, "multiples of 16 from 16 to 128"),
+        (lambda: patterns.full(queries=10, block=[16, 16.0]), TypeError, "key_block=16.0 is a float"),
+        (lambda: patterns.local(np.array([1, 2]), **SIZE), TypeError, r"window=array\(\[1, 2\]\) is a numpy.ndarray"),
+        (lambda: patterns.strided(2, np.array(1.5), **SIZE), TypeError, "offset_per_head has dtype float64"),
+        (lambda: patterns.sharded(4, window=1, stride=np.array(2.5), **SIZE), TypeError, "stride=array"),
+        (lambda: patterns.sharded(4, window=1, stride=True, **SIZE), TypeError, "stride=True is a bool"),
+        (lambda: patterns.sharded(4, window=1, stride=1, groups=["share"], **SIZE), TypeError, "groups is a list"),
+        (lambda: patterns.sharded(4, window=1, stride=1, offsets=7, **SIZE), TypeError, "offsets is an int"),
     ],
 )
 def test_bad_input_is_named(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+NUMBERS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
+    "queries": (lambda x: patterns.full(queries=x), 0, MOST),
+    "keys": (lambda x: patterns.full(queries=1, keys=x), 0, MOST),
+    "q_offset": (lambda x: patterns.full(queries=1, causal=True, q_offset=x), -MOST, MOST),
+    "diagonal": (lambda x: BlockPattern([0, 0], [], 1, 1, diagonal=x), -MOST, MOST),  # type: ignore[arg-type]
+    "window": (lambda x: patterns.local(x, queries=1), -1, MOST),
+    "stride": (lambda x: patterns.strided(x, queries=1), 1, MOST),
+    "offset_per_head": (lambda x: patterns.strided(1, x, queries=1), -MOST, MOST),
+    "n": (lambda x: patterns.sinks(x, queries=1), 0, MOST),
+    "heads": (lambda x: patterns.sharded(x, window=0, stride=1, queries=1), 1, 2**16),
+    "key_heads": (lambda x: patterns.sharded(4, window=0, stride=1, queries=1, key_heads=x), 1, 4),
+    "dense_heads": (lambda x: patterns.sharded(4, window=0, stride=1, queries=1, dense_heads=x), 0, 4),
+    "sink": (lambda x: patterns.sharded(1, window=0, stride=1, queries=1, sink=x), 0, MOST),
+    "distance": (lambda x: patterns.sharded(1, window=0, stride=[(x, 1)], queries=1), 0, MOST),
+    "rows": (lambda x: patterns.full(queries=1).tile_lists(x, 16), 16, MOST),
+    "columns": (lambda x: patterns.full(queries=1).tile_lists(16, x), 16, MOST),
+    "head": (lambda x: patterns.strided(1, [0, 1], queries=1).visible([], [], x), 0, 1),
+    "first": (lambda x: patterns.full(queries=100).dense_rows(0, x, 1), 0, 2),
+    "last": (lambda x: patterns.full(queries=100).dense_rows(0, 1, x), 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_names_its_range_and_kind(name: str) -> None:
+    make, low, high = NUMBERS[name]
+    for bad in (low - 1, high + 1):
+        with pytest.raises(ValueError, match=rf"^{name}={bad}; allowed are integers from {low} to {high}$"):
+            make(bad)
+    for odd in (2.0, "2", True, b"2"):
+        with pytest.raises(TypeError, match=rf"{name}(=.*)? (is an? (float|str|bool|bytes)|has dtype)"):
+            make(odd)
+    make(np.int64(max(low, 1)))
+
+
+@pytest.mark.parametrize(
+    "rows, keys, head, error, message",
+    [
+        ([0, 200], [0], 0, ValueError, "rows holds 200; allowed are integers from 0 to 199"),
+        ([[0], [-1]], [0], 0, ValueError, "rows holds -1; allowed are integers from 0 to 199"),
+        (0, 300, 0, ValueError, "keys holds 300; allowed are integers from 0 to 299"),
+        (0, np.uint64(2**64 - 1), 0, ValueError, "keys holds 18446744073709551615"),
+        (0.0, 0, 0, TypeError, "rows has dtype float64; allowed are integers"),
+        (0, np.array([0.5]), 0, TypeError, "keys has dtype float64; allowed are integers"),
+        ("0", 0, 0, TypeError, "rows has dtype <U1; allowed are integers"),
+        (True, 0, 0, TypeError, "rows has dtype bool; allowed are integers"),
+        (None, 0, 0, TypeError, "rows has dtype object; allowed are integers"),
+        (
+            [0, 1, 2],
+            [0, 1],
+            0,
+            ValueError,
+            r"rows has shape \(3,\) and keys \(2,\), which do not",
+        ),
+        (0, 0, -1, ValueError, "head=-1; allowed are integers from 0 to 1"),
+        (0, 0, 2, ValueError, "head=2; allowed are integers from 0 to 1"),
+        (0, 0, 0.0, TypeError, "head=0.0 is a float; allowed is an integer"),
+    ],
+)
+def test_what_a_pattern_cannot_be_asked(rows: Any, keys: Any, head: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        patterns.strided(2, [0, 1], **SMALL).visible(rows, keys, head)
+
+
+def test_pairs_come_in_any_shape_and_type() -> None:
+    made = patterns.strided(2, [0, 1], queries=200, keys=300, block=128)
+    dense = made.dense()
+    for kind in ("int8", "uint8", "int32", "uint64"):  # 128 is beyond int8
+        rows, keys = np.array([3, 127, 0], kind), np.array([127, 5, 80], kind)
+        assert made.visible(rows, keys, 1).tolist() == [
+            dense[1, r, k] for r, k in zip(rows // 64 // 2, keys // 64 // 2)
+        ]
+        assert made.visible(rows[:, None], keys).shape == (3, 3)
+    assert bool(made.visible(150, 299, 1)) is bool(dense[1, 1, 2])
+    assert made.visible([], []).shape == (0,)
+    assert made.visible(np.zeros((0, 1), int), [5, 6]).shape == (0, 2)
+    one = patterns.full(queries=200)
+    assert one.visible(0, 0, head=31), "a pattern of one head answers for all"
+    with pytest.raises(ValueError, match="keys holds 0; the pattern has no keys"):
+        patterns.full(queries=5, keys=0).visible(0, 0)
+
+
+def test_numbers_may_be_arrays_without_axes() -> None:
+    size = {"queries": 256, "block": 16}
+    assert patterns.strided(np.array(3), np.array(1), **size) == patterns.strided(3, 1, **size)
+    made = patterns.sharded(2, window=np.int64(4), stride=np.array(2), **size)
+    assert made == patterns.sharded(2, window=4, stride=2, **size)
+    assert made.select(np.array(1)) == made.select(np.array([1])) == made.select(1)
 
 
 def test_arrays_that_are_not_in_host_memory_are_named() -> None:

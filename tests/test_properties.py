@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -54,17 +55,6 @@ def cases(draw: Any, names: list[str] = ANY, **fixed: Any) -> Case:
     causal = draw(st.booleans())
     offset = draw(st.none() | st.integers(-80, 150)) if causal else None
     return make(draw(st.sampled_from(names)), **shape, causal=causal, q_offset=offset)
-
-
-def examples(count: int) -> Any:
-    """Few enough for a slow machine; a failure prints how to repeat it."""
-    return settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-    )
 
 
 def forward(backend: Any, case: Case, arrays: Any = None) -> tuple[Array, Array, Array]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from conftest import load_script
 
 from streamkl_cupy.cli import bench, report
 
@@ -17,13 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
-    path = ROOT / "examples" / "benchmarks" / "readme_table.py"
-    spec = importlib.util.spec_from_file_location("readme_table", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/readme_table.py")
 
 
 def row(name: str, peer: str, **cells: Any) -> bench.Row:

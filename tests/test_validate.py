@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import arrays, calls, validate
+from streamkl_cupy.adapters import a_kind_of
 from streamkl_cupy.arrays import Inputs, describe
 from streamkl_cupy.problem import INPUT_NAMES, Options
 
@@ -180,19 +183,27 @@ OPTIONS = [
     ({"student_scale": [1.0]}, TypeError, "student_scale is a list"),
     ({"student_scale": np.ones(1)}, TypeError, "student_scale is a numpy.ndarray; .* array without axes"),
     ({"teacher_scale": 10**400}, ValueError, "teacher_scale is beyond what a float can hold"),
-    ({"deterministic": 1}, TypeError, "deterministic=1 is a int; allowed are True, False and None"),
-    ({"causal": 1}, TypeError, "causal=1 is a int; allowed are True and False"),
+    ({"deterministic": 1}, TypeError, "deterministic=1 is an int; allowed are True, False and None"),
+    ({"causal": 1}, TypeError, "causal=1 is an int; allowed are True and False"),
     ({"causal": "yes"}, TypeError, "causal='yes' is a str"),
     ({"q_offset": 1}, ValueError, "q_offset=1 moves the diagonal of causal and window, .*neither; pass causal=True"),
     ({"q_offset": 1.0, "causal": True}, TypeError, "q_offset=1.0 is a float; allowed is an integer"),
-    ({"q_offset": True, "causal": True}, TypeError, "q_offset is a bool; allowed is an integer"),
-    ({"q_offset": np.bool_(1), "causal": True}, TypeError, "q_offset is a numpy.bool"),
+    ({"q_offset": True, "causal": True}, TypeError, "q_offset=True is a bool; allowed is an integer"),
+    ({"q_offset": np.bool_(1), "causal": True}, TypeError, "q_offset=np.True_ is a numpy.bool"),
     ({"q_offset": "3", "causal": True}, TypeError, "q_offset='3' is a str"),
     ({"layout": "bhdn"}, ValueError, 'layout=\'bhdn\' is unknown; allowed are "bhnd", "bnhd"'),
     ({"layout": None}, TypeError, "layout is a NoneType; allowed are"),
     ({"precision": "tf32"}, ValueError, 'precision=\'tf32\' is unknown; allowed are "highest", "high"'),
-    ({"deterministic": 1}, TypeError, "deterministic=1 is a int"),
+    ({"deterministic": 1}, TypeError, "deterministic=1 is an int"),
 ]
+
+
+def test_types_have_their_article() -> None:
+    words = [a_kind_of(x) for x in (3, object(), np.zeros(1), "", np.uint8(1), None)]
+    assert words == ["an int", "an object", "a numpy.ndarray", "a str", "a numpy.uint8", "a NoneType"]
+    package = Path(streamkl_cupy.__file__).parent
+    by_hand = re.compile(r"\ban? \{kind(_of\(|\})")
+    assert [path.name for path in package.rglob("*.py") if by_hand.search(path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("options, error, text", OPTIONS)

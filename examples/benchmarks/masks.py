@@ -28,7 +28,7 @@ import numpy as np
 import streamkl_cupy as streamkl
 from streamkl_cupy import arrays, catalogue, patterns
 from streamkl_cupy.adapters import ITEMSIZE
-from streamkl_cupy.cli import bench, environment, report
+from streamkl_cupy.cli import bench, environment, exit_code, report
 from streamkl_cupy.cli.cases import home_of, numpy_type, to_float64, torch_missing
 from streamkl_cupy.cli.values import positive, seconds
 from streamkl_cupy.errors import StreamKLError
@@ -794,14 +794,7 @@ def under_load() -> dict[str, str]:
 def main() -> int:
     """Read the command line and run; errors are one line."""
     options = arguments().parse_args()
-    try:
-        return run(options)
-    except (StreamKLError, ValueError, TypeError, ImportError, OSError) as error:
-        print(f"masks.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code("masks.py", lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,20 @@
 """The command line: `python -m streamkl_cupy doctor | bench | compile`. One module per command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from ..errors import StreamKLError
+
+
+def exit_code(name: str, run: Callable[[], int]) -> int:
+    """The exit code of a command; what its user can mend is told in one line."""
+    try:
+        return run()
+    except (StreamKLError, ValueError, ImportError, OSError) as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

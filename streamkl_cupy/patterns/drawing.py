@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .pattern import union_of
+
 if TYPE_CHECKING:
     from .pattern import BlockPattern
 
@@ -22,11 +24,10 @@ def draw(pattern: BlockPattern, heads: list[int], columns: int) -> Any:
             'plot() needs matplotlib, which is not installed: pip install "streamkl-cupy[examples]"'
         ) from cause
 
-    maps = {f"head {head}": _shrunk(pattern.select(head).dense()[0]) for head in heads}
-    union = np.maximum.reduce([pattern.select(head).dense()[0] for head in heads])
+    maps = {f"head {head}": _image(pattern, [head]) for head in heads}
     covered = pattern.coverage(heads).fraction
     # Rounded down: 99.96 % must not read as all.
-    maps[f"together: {int(covered * 1000) / 10:g} % of the context"] = _shrunk(union)
+    maps[f"together: {int(covered * 1000) / 10:g} % of the context"] = _image(pattern, heads)
     columns = min(columns, len(maps))
     lines = -(-len(maps) // columns)
     figure = Figure(figsize=(2.6 * columns + 0.4, 2.7 * lines + 0.5), layout="constrained")
@@ -48,10 +49,14 @@ def draw(pattern: BlockPattern, heads: list[int], columns: int) -> Any:
     return figure
 
 
-def _shrunk(blocks: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _image(pattern: BlockPattern, heads: list[int]) -> NDArray[np.float64]:
     """At most PIXELS a side; a pixel is the fraction of its blocks that is listed, so that no thin stripe is lost."""
-    rows, columns = (-(-size // PIXELS) or 1 for size in blocks.shape)
-    down = (-blocks.shape[0] % rows, -blocks.shape[1] % columns)
-    padded = np.pad(blocks.astype(np.float64), ((0, down[0]), (0, down[1])))
-    cells = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    return np.asarray(cells.mean(axis=(1, 3)))
+    sizes = pattern.grid.row_blocks, pattern.grid.column_blocks
+    steps = [-(-size // PIXELS) or 1 for size in sizes]
+    # How many blocks lie in each line of pixels; the last ones may have fewer.
+    height, width = (np.diff(np.r_[0:size:step, size]) for size, step in zip(sizes, steps))
+    listed = np.zeros((len(height), len(width)))
+    for places in union_of(pattern, heads):
+        row, column = np.divmod(places, sizes[1])
+        np.add.at(listed, (row // steps[0], column // steps[1]), 1)
+    return listed / np.outer(height, width)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
-from typing import Any, TypeVar
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..adapters import kind_of
-from .pattern import LARGEST, BlockPattern, Grid, Rows, build, integer, integers
+from ..adapters import a_kind_of
+from ..validate import FAR, choice, flag
+from .pattern import LARGEST, BlockPattern, Grid, Places, any_of, build, fits, host_array, integers, places_of, ranged
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+MOST_HEADS = 2**16
+MOST_NAMED = 8  # offsets in a warning
 
 # Said once, read in the help of every function.
 _TEXT = {
@@ -69,12 +72,7 @@ def from_dense(
         [0, 1, 2, 3]
     """
     grid, _ = _grid(queries, keys, block, causal, q_offset)
-    try:
-        matrix = np.asarray(blocks)
-    except Exception as cause:
-        raise TypeError(
-            f"blocks is a {kind_of(blocks)} that NumPy cannot read; pass an array in host memory"
-        ) from cause
+    matrix = host_array("blocks", blocks)
     if matrix.dtype != np.bool_:
         raise TypeError(f"blocks has dtype {matrix.dtype}; allowed is bool, True where a block is visited")
     if matrix.ndim == 2:
@@ -84,7 +82,7 @@ def from_dense(
             f"blocks has shape {np.shape(blocks)}; {grid.queries} queries and {grid.keys} keys in blocks of "
             f"{grid.query_block} and {grid.key_block} need (1 or H, {grid.row_blocks}, {grid.column_blocks})"
         )
-    return build(grid, range(len(matrix)), lambda head, first, last: matrix[head, first:last])
+    return build(grid, range(len(matrix)), lambda head: grid.inside(np.flatnonzero(matrix[head])))
 
 
 @_documented
@@ -117,7 +115,9 @@ def from_csr(
     """
     grid, _ = _grid(queries, keys, block, causal, q_offset)
     pattern = BlockPattern(row_offsets, key_blocks, *grid._replace(diagonal=None))
-    return pattern if grid.diagonal is None else pattern & build(grid, [0], _all(grid))
+    if grid.diagonal is None:
+        return pattern
+    return build(grid, range(pattern.heads), lambda head: grid.inside(places_of(pattern, head)))
 
 
 @_documented
@@ -144,7 +144,7 @@ def full(
         [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
     grid, _ = _grid(queries, keys, block, causal, q_offset)
-    return build(grid, [0], _all(grid))
+    return build(grid, [0], lambda _: _listed_by(grid, _all(grid)))
 
 
 @_documented
@@ -177,7 +177,7 @@ def local(
         [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     """
     grid, offset = _grid(queries, keys, block, causal, q_offset, band=True)
-    return build(grid, [0], _band(grid, offset, *_window(window)))
+    return build(grid, [0], lambda _: _listed_by(grid, _band(grid, offset, *_window(window))))
 
 
 @_documented
@@ -209,15 +209,10 @@ def strided(
         [[1, 0, 0, 1, 0, 0], [0, 0, 1, 0, 0, 1]]
     """
     grid, _ = _grid(queries, keys, block, causal, q_offset)
-    stride = integer("stride", stride, 1)
-    given = [offset_per_head] if isinstance(offset_per_head, (int, np.integer)) else offset_per_head
-    offsets = _each("offset_per_head", given)
-    column = np.arange(grid.column_blocks)
-
-    def lines(offset: int, first: int, last: int) -> Rows:
-        return np.broadcast_to((column - offset) % stride == 0, (last - first, len(column)))
-
-    return build(grid, [offset % stride for offset in offsets], lines)
+    stride = ranged("stride", stride, 1)
+    offsets = _each("offset_per_head", [offset_per_head] if _is_number(offset_per_head) else offset_per_head)
+    phases = [offset % stride for offset in offsets]
+    return build(grid, phases, lambda phase: _listed_by(grid, _all(grid)._replace(step=stride, phase=phase)))
 
 
 @_documented
@@ -246,7 +241,8 @@ def sinks(
         [[1, 0, 0], [1, 0, 0], [1, 0, 0]]
     """
     grid, _ = _grid(queries, keys, block, causal, q_offset)
-    return build(grid, [0], _first_keys(grid, integer("n", n, 0)))
+    n = ranged("n", n, 0)
+    return build(grid, [0], lambda _: _listed_by(grid, _first_keys(grid, n)))
 
 
 @_documented
@@ -272,7 +268,7 @@ def sharded(
     ones. The design is S2-Attention's (arXiv:2407.17678).
 
     Args:
-        heads: H, query heads.
+        heads: H, query heads, at most 65536.
         window: Left reach of the band in keys, as in `local`; without causal the right reach too.
         stride: In key blocks. Or ranges from near to far as pairs (distance, stride): blocks up to that many keys from
             the row are taken one in that stride, None standing for any distance. A stride of 1 is dense. Beyond the
@@ -304,16 +300,15 @@ def sharded(
         (0.25, 1.0, 0.66)
     """
     grid, offset = _grid(queries, keys, block, causal, q_offset, band=True)
-    heads = integer("heads", heads, 1)
-    key_heads = heads if key_heads is None else integer("key_heads", key_heads, 1, heads)
+    heads = ranged("heads", heads, 1, MOST_HEADS)
+    key_heads = heads if key_heads is None else ranged("key_heads", key_heads, 1, heads)
     if heads % key_heads:
         raise ValueError(
             f"key_heads={key_heads} does not divide heads={heads}; every key head serves as many query heads"
         )
-    if groups not in ("share", "differ"):
-        raise ValueError(f'groups={groups!r} is unknown; allowed are "share" and "differ"')
+    choice("groups", groups, ("share", "differ"))
     unit = heads // key_heads if groups == "share" else 1
-    dense_heads = integer("dense_heads", dense_heads, 0, heads)
+    dense_heads = ranged("dense_heads", dense_heads, 0, heads)
     if dense_heads % unit:
         raise ValueError(
             f"dense_heads={dense_heads} cuts a group of {unit} query heads that share a pattern; give a multiple of "
@@ -324,31 +319,36 @@ def sharded(
     if len(chosen) != sparse:
         raise ValueError(f"offsets has {len(chosen)} entries; there are {sparse} sparse {_units(groups, key_heads)}")
     ranges = _ranges(stride)
-    near = _band(grid, offset, *_window(integer("window", window, 0)))
-    first_keys = _first_keys(grid, integer("sink", sink, 0))
-    everything = _all(grid)
-    column = np.arange(grid.column_blocks)
+    window = ranged("window", window, 0)
+    near = _band(grid, offset, window, window)
+    first_keys = _first_keys(grid, ranged("sink", sink, 0))
+    # Between the bands of two distances, one row has blocks on both sides of the diagonal.
+    bands = [_band(grid, offset, limit, limit) for limit, _ in ranges]
+    inner = [Stripes(bands[0].first, bands[0].first), *bands[:-1]]
+    far = [
+        (Stripes(outer.first, within.first, step), Stripes(within.stop, outer.stop, step))
+        for outer, within, (_, step) in zip(bands, inner, ranges)
+    ]
 
-    def lines(moved: int | None, first: int, last: int) -> Rows:
-        if moved is None:
-            return everything(0, first, last)
-        seen = near(0, first, last) | first_keys(0, first, last)
-        low, high = _differences(grid, offset, first, last)
-        distance = np.maximum(np.maximum(low, -high), 0)
-        reached = -1
-        for limit, step in ranges:
-            seen |= (distance > reached) & (distance <= limit) & ((column - moved) % step == 0)
-            reached = limit
-        return seen
+    def places(phases: tuple[int, ...] | None) -> Places:
+        if phases is None:
+            return _listed_by(grid, _all(grid))
+        moved = [side._replace(phase=phase) for sides, phase in zip(far, phases) for side in sides]
+        return _listed_by(grid, near, first_keys, *moved)
 
-    period = int(np.lcm.reduce([step for _, step in ranges]))
-    per_head: list[int | None] = [moved % period for moved in chosen for _ in range(unit)]
-    pattern = build(grid, per_head + [None] * dense_heads, lines)
+    # Offsets that no range tells apart make the same head.
+    per_head: list[tuple[int, ...] | None] = [
+        tuple(moved % step for _, step in ranges) for moved in chosen for _ in range(unit)
+    ]
+    pattern = build(grid, per_head + [None] * dense_heads, places)
     covered = pattern.coverage().fraction
     if covered < 1:
         widest = max(step for _, step in ranges)
-        missing = sorted(set(range(widest)) - {moved % widest for moved in chosen})
-        unseen = f", and no head has the offsets {_listed(missing)} of the stride {widest}" if missing else ""
+        used = {moved % widest for moved in chosen}
+        missing = [str(offset) for offset in islice((x for x in range(widest) if x not in used), MOST_NAMED)]
+        if len(used) + MOST_NAMED < widest:
+            missing.append("...")
+        unseen = f", and no head has the offsets {', '.join(missing)} of the stride {widest}" if missing else ""
         advice = ['groups="differ"'] * (unit > 1) + ["a smaller stride", "other offsets", "a last range without limit"]
         warnings.warn(
             f"the {heads} heads together see {int(covered * 1000) / 10:g} % of their context{unseen}; what they miss "
@@ -359,51 +359,60 @@ def sharded(
     return pattern
 
 
+class Stripes(NamedTuple):
+    """For each query block the key blocks c with first <= c < stop and c = phase modulo step."""
+
+    first: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    step: int = 1
+    phase: int = 0
+
+
+def _listed_by(grid: Grid, *stripes: Stripes) -> Places:
+    """The blocks of all stripes that a row may see, each once: work and memory are those of what is listed."""
+    found, reach = [], grid.reach()
+    for first, stop, step, phase in stripes:
+        first = first + (phase - first) % step
+        counts = np.maximum(-(-(np.minimum(stop, reach) - first) // step), 0)
+        fits(int(counts.sum()))
+        row = np.repeat(np.arange(grid.row_blocks), counts)
+        nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        found.append(row * grid.column_blocks + first[row] + nth * step)
+    return any_of(*found)
+
+
 def _grid(queries: Any, keys: Any, block: Any, causal: Any, q_offset: Any, band: bool = False) -> tuple[Grid, int]:
     """The block matrix, and the key that row 0 stands at."""
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal={causal!r} is a {kind_of(causal)}; allowed are True and False")
+    causal = flag("causal", causal)
     if q_offset is not None and not causal and not band:
         raise ValueError(
             f"q_offset={q_offset} moves the causal diagonal, but causal is False; pass causal=True or leave it out"
         )
     grid = Grid.checked(queries, queries if keys is None else keys, block, None)
-    offset = grid.keys - grid.queries if q_offset is None else integer("q_offset", q_offset, -LARGEST)
+    offset = grid.keys - grid.queries if q_offset is None else ranged("q_offset", q_offset, -LARGEST)
     return Grid.checked(*grid[:2], grid[2:4], offset if causal else None), offset
 
 
-def _differences(grid: Grid, offset: int, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The least and the greatest j - i - offset of the pairs in each block of query blocks [first, last).
-
-    All numbers between them occur too: rows and keys of a block are without gaps.
-    """
-    row = np.arange(first, last, dtype=np.int64)[:, None] * grid.query_block
-    column = np.arange(grid.column_blocks, dtype=np.int64) * grid.key_block
-    last_row = np.minimum(row + grid.query_block, grid.queries) - 1
-    last_column = np.minimum(column + grid.key_block, grid.keys) - 1
-    return column - last_row - offset, last_column - row - offset
-
-
-def _band(grid: Grid, offset: int, left: int | None, right: int | None) -> Callable[[Any, int, int], Rows]:
-    def lines(_: Any, first: int, last: int) -> Rows:
-        low, high = _differences(grid, offset, first, last)
-        seen: Rows = np.ones(low.shape, np.bool_)
-        if left is not None:
-            seen &= high >= -left
-        if right is not None:
-            seen &= low <= right
-        return seen
-
-    return lines
+def _band(grid: Grid, offset: int, left: int | None, right: int | None) -> Stripes:
+    """Blocks that hold a row i and a key j with i + offset - left <= j <= i + offset + right."""
+    everything = _all(grid)
+    row = np.arange(grid.row_blocks, dtype=np.int64) * grid.query_block + offset
+    last_row = np.minimum(row + grid.query_block, grid.queries + offset) - 1
+    first, stop = everything.first, everything.stop
+    if left is not None:
+        nearest = np.maximum(row - left, 0)
+        first = np.where(nearest < grid.keys, nearest // grid.key_block, grid.column_blocks)
+    if right is not None:
+        stop = np.clip((last_row + right) // grid.key_block + 1, 0, grid.column_blocks)
+    return Stripes(first, stop)
 
 
-def _first_keys(grid: Grid, n: int) -> Callable[[Any, int, int], Rows]:
-    seen = np.arange(grid.column_blocks) * grid.key_block < n
-    return lambda _, first, last: np.broadcast_to(seen, (last - first, len(seen)))
+def _first_keys(grid: Grid, n: int) -> Stripes:
+    return _all(grid)._replace(stop=np.full(grid.row_blocks, -(-min(n, grid.keys) // grid.key_block)))
 
 
-def _all(grid: Grid) -> Callable[[Any, int, int], Rows]:
-    return lambda _, first, last: np.ones((last - first, grid.column_blocks), np.bool_)
+def _all(grid: Grid) -> Stripes:
+    return Stripes(np.zeros(grid.row_blocks, np.int64), np.full(grid.row_blocks, grid.column_blocks))
 
 
 def _window(window: Any) -> tuple[int | None, int | None]:
@@ -412,20 +421,19 @@ def _window(window: Any) -> tuple[int | None, int | None]:
         window = (window, window)
     if len(window) != 2:
         raise ValueError(f"window={window!r}; allowed are one number, and a pair (left, right)")
-    left, right = (None if x is None or x == -1 else integer("window", x, 0) for x in window)
-    return left, right
+    left, right = (-1 if x is None else ranged("window", x, -1) for x in window)
+    return None if left == -1 else left, None if right == -1 else right
 
 
 def _ranges(stride: Any) -> list[tuple[int, int]]:
     """(distance, stride) from near to far."""
-    if isinstance(stride, (int, np.integer)):
+    if _is_number(stride):
         stride = [(None, stride)]
     pairs = [tuple(pair) if isinstance(pair, (tuple, list)) else (pair,) for pair in _items("stride", stride)]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"stride={stride!r}; allowed are a number, and pairs (distance, stride) from near to far")
     ranges = [
-        (LARGEST if limit is None else integer("distance", limit, 0), integer("stride", step, 1))
-        for limit, step in pairs
+        (FAR if limit is None else ranged("distance", limit, 0), ranged("stride", step, 1)) for limit, step in pairs
     ]
     if any(far <= near for (near, _), (far, _) in pairwise(ranges)):
         raise ValueError(
@@ -434,9 +442,14 @@ def _ranges(stride: Any) -> list[tuple[int, int]]:
     return ranges
 
 
+def _is_number(value: Any) -> bool:
+    """One integer, and not several: an array without axes too."""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
+
+
 def _items(name: str, values: Any) -> list[Any]:
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} is a {kind_of(values)}; allowed are a number and a sequence")
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
+        raise TypeError(f"{name} is {a_kind_of(values)}; allowed are a number and a sequence")
     return list(values)
 
 
@@ -445,12 +458,8 @@ def _each(name: str, values: Any) -> list[int]:
     array = integers(name, _items(name, values))
     if array.ndim != 1 or (not array.size and name == "offset_per_head"):
         raise ValueError(f"{name} has shape {array.shape}; allowed is one number for each head")
-    return [integer(name, offset, -LARGEST) for offset in array]
+    return [ranged(name, offset, -LARGEST) for offset in array]
 
 
 def _units(groups: str, key_heads: int) -> str:
     return f"key heads (of {key_heads})" if groups == "share" else "query heads"
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -6,7 +6,7 @@ Block sizes are the user's and tile sizes the kernel's, so neither need divide t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,12 @@ UNIT = 16
 MAX_PAIRS = 64 * UNIT * UNIT
 CELLS = 1 << 22
 """Cells of the scratch matrices at a time: some tens of MiB whatever the size of the problem."""
+_A = TypeVar("_A", bound=np.generic)
+
+
+def frozen(array: NDArray[_A]) -> NDArray[_A]:
+    """The values in memory that stays as it is: it belongs to a bytes object, so that no flag makes it writeable."""
+    return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
 
 
 class TileLists(NamedTuple):
@@ -109,14 +115,11 @@ def tile_lists(offsets: NDArray[np.int32], blocks: NDArray[np.int32], rows: Axis
             found.append(entries)
     ends = np.cumsum(counts).reshape(counts.shape)
     starts = np.concatenate([(ends - counts), ends[:, -1:]], axis=1) if rows.tiles else np.zeros((heads, 1))
-    lists = TileLists(
-        starts.astype(np.int32),
-        np.concatenate(found) if found else np.zeros((0, 4), np.uint32),
-        np.argsort(-counts, axis=1, kind="stable").astype(np.int32),
+    return TileLists(
+        frozen(starts.astype(np.int32)),
+        frozen(np.concatenate(found) if found else np.zeros((0, 4), np.uint32)),
+        frozen(np.argsort(-counts, axis=1, kind="stable").astype(np.int32)),
     )
-    for array in lists:
-        array.flags.writeable = False
-    return lists
 
 
 def _prefix(units: int, stride: int) -> NDArray[np.uint64]:
