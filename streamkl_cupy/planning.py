@@ -401,7 +401,7 @@ def _head_group(work: Work) -> int:
     if work.kind == "fused":
         row_bytes += 4 * work.out_dim
         budget = FUSED_L2_BUDGET
-    heads = problem.batch * problem.heads
+    heads = max(1, problem.batch * problem.heads)
     most = max(1, min(heads, budget // max(rows * row_bytes, 1)))
     # Groups of one size: eight heads as five and three take 0.49 ms where four and four take 0.36 (causal, D = 64).
     return -(-heads // -(-heads // most))
