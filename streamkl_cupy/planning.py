@@ -325,7 +325,7 @@ def _key_tiles(problem: Problem, tile: TileRow) -> int:
 def _splits(blocks: int, key_tiles: int, facts: DeviceFacts) -> int:
     """Into how many shares the keys go: the fewest that fill the GPU's last wave nearly as well as any number would."""
     most = min(key_tiles // MIN_TILES_PER_SHARE, -(-2 * facts.multiprocessors // max(blocks, 1)))
-    if blocks * 5 >= facts.multiprocessors * 4 or key_tiles < MIN_TILES_TO_SPLIT:
+    if blocks == 0 or blocks * 5 >= facts.multiprocessors * 4 or key_tiles < MIN_TILES_TO_SPLIT:
         return 1
 
     def filled(shares: int) -> float:

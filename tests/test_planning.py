@@ -129,6 +129,16 @@ def test_both_gradients_of_a_side_share_a_pass_where_that_can_be() -> None:
     assert plan().unfused == ()
 
 
+def test_heads_side_by_side_are_groups_of_one_size() -> None:
+    # Five heads of causal D = 64 would fit the budget, and leave three.
+    causal = MaskSpec(("causal",), (("q_offset", 0),))
+    for heads, size in ((8, 4), (7, 4), (11, 4), (4, 4), (1, 1)):
+        (teacher, student) = plan(heads=heads, mask=causal).fused
+        assert [teacher.kernels[1].head_group, student.kernels[1].head_group] == [size, size]
+    for nothing in ({"heads": 0}, {"batch": 0}):
+        assert plan(**nothing).forward.blocks == 0
+
+
 def test_one_mask_with_holes_leaves_registers_for_one_pass() -> None:
     pattern = patterns.local(256, queries=8192)
     assert plan(mask=MaskSpec(("causal", "blocks"), (("q_offset", 0),), pattern)).unfused == ()
