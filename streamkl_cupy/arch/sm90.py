@@ -46,7 +46,7 @@ _FORWARD = (
 )
 
 # Both student gradients, 8 heads x 8192, TFLOP/s of the operation on an H100. D = 64: 301 as below; with keys in 128
-# columns 285, both in 96 262, 64 with six stages 254, four warpgroups of 32 columns 256, three of 64 241. D = 128: 96
+# columns 285, both in 96 282, 64 with six stages 254, four warpgroups of 32 columns 256, three of 64 241. D = 128: 96
 # columns 412, 80 387, 64 with four stages 368, 112 with two stages 290, three warpgroups of 48 329.
 _GRADIENT_Q = (
     TileRow(8, 1, 128, 4, 1, 64, "wide tiles: resident rows are read once per 128 columns"),

@@ -171,9 +171,9 @@ def check_gradient(
             f"(error {row_error[at]:.3g}, allowed {row_allowed[at]:.3g})"
         )
     # Roundings have no preferred sign: over many elements their component along the truth is far below their size. How
-    # many there are is the participation ratio of rows: a few large ones are few, whatever the rest, and the elements of
-    # a row share the roundings of its logit gradients, of which there may be one. Subnormal rounding does have a sign,
-    # that of the distance to 0.
+    # many there are is the participation ratio of rows: a few large ones are few, whatever the rest, and the elements
+    # of a row share the roundings of its logit gradients, of which there may be one. Subnormal rounding does have a
+    # sign, that of the distance to 0.
     bias = float(((a - e) * e).sum()) / norm if norm > 0 else 0.0
     many = norm**4 / max(float((row_norm**4).sum()), 1e-300)
     below = tiny * float(e.size) ** 0.5
