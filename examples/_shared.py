@@ -62,7 +62,11 @@ def new_file(*endings: str) -> Callable[[str], Path]:
             raise argparse.ArgumentTypeError(f"{text!r} does not end in {' or '.join(endings)}")
         if not path.parent.is_dir():
             raise argparse.ArgumentTypeError(f"{text!r} is in a folder that is not there; make {str(path.parent)!r}")
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        try:
+            writable = not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
+        except OSError:  # such as a name that is too long
+            writable = False
+        if not writable:
             raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name another file")
         return path
 

@@ -82,7 +82,7 @@ def main() -> None:
     )
     parser.add_argument("--forward", type=whole(1), default=1 << 20, metavar="N", help="rows and keys (%(default)s)")
     parser.add_argument(
-        "--backward", type=whole(1), default=1 << 18, metavar="N", help="of the part with gradients (%(default)s)"
+        "--backward", type=whole(2), default=1 << 18, metavar="N", help="of the part with gradients (%(default)s)"
     )
     parser.add_argument(
         "--dim", type=whole(1, 256), default=64, metavar="D", help="head dimension of both sides (%(default)s)"

@@ -229,6 +229,12 @@ class _EagerAttentionKL(_AttentionKL):
     """Adds our words to the refusal of forward mode; torch.compile does not trace a Function that has a jvp."""
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _AttentionKL.setup_context(ctx, inputs, output)
+        # Operators are handed a pattern's digest; what keeps the pattern until the backward is the graph.
+        ctx.pattern = None if inputs[-1] is None else _pattern_of(inputs[-1])
+
+    @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         raise NotImplementedError(_NO_FORWARD_MODE)
 
@@ -335,14 +341,17 @@ def _launch_backward(
     return a, b, c, d
 
 
+def _pattern_of(digest: str) -> Any:
+    # Imported here, because most programs have none.
+    from .patterns.pattern import pattern_of
+
+    return pattern_of(digest)
+
+
 def _unpacked(options: tuple[Any, ...]) -> Options:
     """Options as the operators take them: a schema knows lists for tuples, and no patterns."""
     window, digest = options[7:]
-    pattern = None
-    if digest is not None:
-        from .patterns.pattern import pattern_of
-
-        pattern = pattern_of(digest)
+    pattern = None if digest is None else _pattern_of(digest)
     return Options(*options)._replace(window=None if window is None else tuple(window), block_mask=pattern)
 
 
@@ -409,8 +418,13 @@ def _looped(op: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...])
         part = x.select(dim, i)
         return part.contiguous() if part.dtype == torch.int32 else part  # bounds are read as they lie
 
-    calls = [op(*(entry(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(size)]
-    results = tuple(map(torch.stack, zip(*calls)))
+    # Of no entries, the results have the shapes of one.
+    sample = [
+        x.new_zeros(x.shape[:dim] + x.shape[dim + 1 :]) if size == 0 and isinstance(dim, int) else x
+        for x, dim in zip(args, in_dims)
+    ]
+    calls = [op(*(entry(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(size)] or [op(*sample)]
+    results = tuple(torch.stack(parts)[:size] for parts in zip(*calls))
     return results, (0,) * len(results)
 
 

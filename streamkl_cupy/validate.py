@@ -76,6 +76,8 @@ def options(
         choice("precision", precision, PRECISIONS)
     if deterministic is not None and type(deterministic) is not bool:
         deterministic = flag("deterministic", deterministic)
+    if q_offset is not None or window is not None:
+        q_offset, window = _near(q_offset, window)
     return Options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask)
 
 
@@ -206,7 +208,7 @@ def _mask(chosen: Options, masks: MaskArrays | None, queries: int, keys: int) ->
         right = 0
     if left >= 0 or (right > 0 and own):
         parts.append("window")
-        params = {"left": left, "right": right, "q_offset": 0 if own else max(-FAR, min(offset, FAR))}
+        params = {"left": left, "right": right, "q_offset": 0 if own else offset}
     elif right >= 0:
         parts.append("causal")
         # Beyond these ends nothing changes any more, and 32-bit kernel arithmetic is safe.
@@ -465,9 +467,26 @@ def _window(value: Any) -> tuple[int, int]:
             raise ValueError(
                 f"window={tuple(value)!r}: {name} is {keys}; allowed are 0 and more, and -1 or None for no limit"
             )
-        sides.append(min(keys, FAR))
+        sides.append(keys)
     left, right = sides
     return left, right
+
+
+def _near(q_offset: int | None, window: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]:
+    """The same diagonal and window in numbers that 64 bits hold. Where a window begins and ends is what counts, not how
+    far it reaches from where."""
+
+    def near(distance: int) -> int:
+        return max(-FAR, min(distance, FAR))
+
+    first = q_offset or 0
+    if window is not None:
+        left, right = window
+        window = (
+            left if left < 0 else near(first) - near(first - left),
+            right if right < 0 else near(first + right) - near(first),
+        )
+    return None if q_offset is None else near(q_offset), window
 
 
 def _pattern(value: Any) -> None:

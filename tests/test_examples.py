@@ -259,7 +259,7 @@ def test_bad_options_are_refused(tmp_path: Path, script: str, arguments: tuple[s
 
 TRAINING = {"--steps": ["19", "2.5", "many"], "--seed": ["-1", "x"]}
 STUDENT = {**TRAINING, "--dim": ["0", "15", "258", "x"], "--rate": ["0", "-1", "nan", "inf", "x"]}
-FILES = ["plot.xyz", "plot", "no/such/folder.png", "taken.png"]
+FILES = ["plot.xyz", "plot", "no/such/folder.png", "taken.png", "x" * 300 + ".png"]
 WRONG: dict[str, dict[str, list[str]]] = {
     "torch_autograd.py": TRAINING,
     "jax_train.py": {**TRAINING, "--rate": ["0"]},
@@ -275,7 +275,7 @@ WRONG: dict[str, dict[str, list[str]]] = {
     },
     "long_context.py": {
         "--forward": ["0"],
-        "--backward": ["-1"],
+        "--backward": ["-1", "1"],
         "--dim": ["0", "257"],
         "--chunk": ["0"],
         "--seed": ["-1"],

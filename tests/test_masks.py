@@ -422,6 +422,25 @@ def test_far_offsets(core: Any, window: tuple[int, int], offset: int) -> None:
     core.judge(make(M=20, N=40, D_t=8, window=window, q_offset=offset), np.ones((1, 1, 20), np.float32))
 
 
+@pytest.mark.parametrize(
+    "window, offset, near",
+    [
+        ((2**62, None), 2**50, {}),
+        ((2**41 + 1, None), 2**41, {"window": (1, None), "q_offset": 0}),
+        ((None, 2**70), -(2**70), {"causal": True, "q_offset": 0}),
+        ((2**41, 2), 2**41 + 1000, {"key_mask": False}),
+        ((2, 2**41), -(2**41) - 1000, {"key_mask": False}),
+    ],
+)
+def test_distances_beyond_64_bits(backend: Any, window: Any, offset: int, near: dict[str, Any]) -> None:
+    """Where a window ends is an offset and a distance, which may both be far and their sum near."""
+    x = backend.arrays(make(M=20, N=20, D_t=8))
+    if "key_mask" in near:
+        near = {"key_mask": backend.mask_array(np.zeros((1, 20), bool))}
+    far = backend.numpy(streamkl_cupy.attention_kl(*x, window=window, q_offset=offset))
+    np.testing.assert_array_equal(far, backend.numpy(streamkl_cupy.attention_kl(*x, **near)))
+
+
 def test_packed_is_each_sequence_alone(backend: Any, rng: np.random.Generator) -> None:
     """With empty sequences, repeated entries, and rows and keys that belong to none."""
     q, k = [5, 0, 13, 1, 0, 7, 0], [9, 4, 2, 0, 0, 30, 0]
@@ -870,6 +889,20 @@ def test_torch_vmap_of_packed_is_a_loop(torch_backend: Any, rng: np.random.Gener
         np.testing.assert_allclose(torch_backend.numpy(values[v]), torch_backend.numpy(value), rtol=1e-5, atol=1e-6)
         for a, b in zip(grads, wanted, strict=True):
             np.testing.assert_allclose(torch_backend.numpy(a[v]), torch_backend.numpy(b), rtol=1e-4, atol=1e-5)
+
+
+def test_torch_vmap_of_packed_over_nothing(torch_backend: Any) -> None:
+    x, bounds = torch_backend.xp.zeros(0, 5, 2, 8, device=torch_backend.device), cumulative([2, 3])
+    bounds = torch_backend.mask_array(bounds)
+
+    def value(x: Any) -> Any:
+        return streamkl_cupy.attention_kl(x, x, x, x, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+
+    def gradient(x: Any) -> Any:
+        return torch_backend.xp.func.grad(lambda x: value(x).sum())(x)
+
+    assert torch_backend.xp.vmap(value)(x).shape == (0, 5, 2)
+    assert torch_backend.xp.vmap(gradient)(x).shape == x.shape
 
 
 def test_torch_wants_tensors(torch_backend: Any) -> None:

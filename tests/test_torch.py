@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
+from streamkl_cupy import calls, patterns
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 
@@ -521,7 +523,6 @@ def test_checkpoint(device: str) -> None:
 
 
 def test_saved_values_do_not_outlive_the_graph() -> None:
-    import gc
     import weakref
 
     x = operands(grad=["student_q"])
@@ -532,6 +533,18 @@ def test_saved_values_do_not_outlive_the_graph() -> None:
     del x, loss
     gc.collect()
     assert alive() is None
+
+
+def test_the_graph_keeps_the_pattern() -> None:
+    """Nobody else may: operators are handed its digest, and the cache of calls forgets."""
+    x = operands(grad=["student_q"])
+    queries, keys = x[0].shape[-2], x[1].shape[-2]
+    loss = attention_kl(*x, block_mask=patterns.local(16, queries=queries, keys=keys, block=16)).sum()
+    for cache in (calls._ready, calls._runners):
+        cache.clear()
+    gc.collect()
+    loss.backward()
+    assert x[2].grad is not None
 
 
 def test_explicit_functions_are_detached() -> None:
