@@ -415,15 +415,13 @@ def _looped(op: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...])
     def entry(x: Any, dim: Any, i: int) -> Any:
         if not isinstance(dim, int):  # a list has a list of dims, all None
             return x
+        if size == 0:
+            return x.new_zeros(x.shape[:dim] + x.shape[dim + 1 :])
         part = x.select(dim, i)
         return part.contiguous() if part.dtype == torch.int32 else part  # bounds are read as they lie
 
     # Of no entries, the results have the shapes of one.
-    sample = [
-        x.new_zeros(x.shape[:dim] + x.shape[dim + 1 :]) if size == 0 and isinstance(dim, int) else x
-        for x, dim in zip(args, in_dims)
-    ]
-    calls = [op(*(entry(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(size)] or [op(*sample)]
+    calls = [op(*(entry(x, dim, i) for x, dim in zip(args, in_dims))) for i in range(max(size, 1))]
     results = tuple(torch.stack(parts)[:size] for parts in zip(*calls))
     return results, (0,) * len(results)
 

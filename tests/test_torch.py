@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import weakref
 from typing import Any
 
 import numpy as np
@@ -523,8 +524,6 @@ def test_checkpoint(device: str) -> None:
 
 
 def test_saved_values_do_not_outlive_the_graph() -> None:
-    import weakref
-
     x = operands(grad=["student_q"])
     x[0] = x[0] * 1
     alive = weakref.ref(x[0])

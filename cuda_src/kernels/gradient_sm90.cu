@@ -1,7 +1,7 @@
 // Backward on Hopper: the mathematics of gradient_sm80.cu with asynchronous copies and warpgroup products. One source for
 // the gradients of all four inputs; with X the logits of the differentiated side and dX = g * dvalue/dX,
 //
-//   stationary queries:  dQ = c dX K       streams keys; g waits for the epilogue
+//   stationary queries:  dQ = c  dX K       streams keys; g waits for the epilogue
 //   stationary keys:     dK = c  dX^T Q     streams queries of all heads that share the key head, with their row vectors
 //
 //   block     kRows = kGroups x 64 rows of both sides, resident in shared memory
