@@ -188,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             ahead.next();
         };
 
-        __syncthreads();  // the previous head's last tile is still being read
+        cp_async_wait<0>();  // a head whose list is empty has waited for nothing, not even for its rows
+        __syncthreads();     // the previous head's last tile is still being read
         if constexpr (kRowsAreQueries) {
             load_rows<kRows, SKL_TQ_VECTOR>(rows_t, queries_t, first_row, rows);
             load_rows<kRows, SKL_SQ_VECTOR>(rows_s, queries_s, first_row, rows);
