@@ -16,8 +16,9 @@ test-gpu: ## the rest, on the GPU at hand
 
 # memcheck finds accesses out of bounds, racecheck missing barriers, synccheck divergent ones.
 sanitize: ## a matrix of problems under compute-sanitizer, of the CUDA toolkit; a planted fault must be noticed
-	for tool in memcheck racecheck synccheck; do \
-		compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) tests/sanitize.py || exit 1; \
+	for tool in memcheck synccheck "racecheck --every-lane"; do \
+		set -- $$tool; \
+		compute-sanitizer --tool $$1 --error-exitcode 1 $(PYTHON) tests/sanitize.py $$2 || exit 1; \
 	done
 	! compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/sanitize.py --quick --plant
 

@@ -20,6 +20,7 @@ from .compile import import_cupy, load
 from .errors import CaptureError, DriverError
 from .masks import parts_of
 from .planning import KernelPlan, Plan, make_plan
+from .portions import portions, survey
 from .problem import INPUT_NAMES, Operand, Problem, canonical_strides
 from .source import flatten
 from .tensor_maps import MAP_BYTES, encode
@@ -36,7 +37,7 @@ _TENSOR4 = struct.Struct("=Q4q")
 _TENSOR3 = struct.Struct("=Q3q")
 _EXTENTS = struct.Struct(f"=10i{MASK_WORDS}q")
 _FORWARD_TAIL = struct.Struct("=2fQ")
-_GRADIENT_TAIL = struct.Struct("=3fi")
+_GRADIENT_TAIL = struct.Struct("=3fi2Q")
 _KEY_BITS = struct.Struct("=2Q2q2i")
 
 # Where pointers lie in the structs, counted in 8-byte words.
@@ -45,6 +46,7 @@ _ROWS = tuple((4 * _TENSOR4.size + i * _TENSOR3.size) // 8 for i in range(4))
 _OUT = (4 * _TENSOR4.size + 4 * _TENSOR3.size) // 8
 _OUT_Q = _OUT + (_TENSOR4.size + _EXTENTS.size + _GRADIENT_TAIL.size) // 8
 _FUSED_WORKSPACE = _OUT_Q + _TENSOR4.size // 8
+_SHARES = _OUT_Q - 2  # the counters, then the sums
 _MASK = {
     "forward": (4 * _TENSOR4.size + 3 * _TENSOR3.size + _EXTENTS.size) // 8 - MASK_WORDS,
     "gradient": (5 * _TENSOR4.size + 4 * _TENSOR3.size + _EXTENTS.size) // 8 - MASK_WORDS,
@@ -82,10 +84,10 @@ class _Kernel:
     """Kernels that run one after the other on the same arguments, mostly one: loaded, with their launch shapes and the
     constant part of the arguments."""
 
-    __slots__ = ("_base", "_launch", "_lists", "_maps", "_steps", "_template", "_type", "mask_words")
+    __slots__ = ("_base", "_launch", "_lists", "_maps", "_steps", "_template", "_type", "mask_words", "plan")
 
     def __init__(self, problem: Problem, *plans: KernelPlan) -> None:
-        plan = plans[0]
+        self.plan = plan = plans[0]
         text = flatten(plan.entry, dict(plan.constants), dict(plan.slots))
         self._launch = import_cupy().cuda.driver.launchKernel
         self._steps = tuple(
@@ -240,37 +242,50 @@ class Runner:
         stream: int,
         workspace: int = 0,
         masks: MaskArrays | None = None,
+        room: int | None = None,
     ) -> None:
         """Launch the gradients that `outputs` has room for; every element of them is written.
 
-        `workspace` is the address of `backward_bytes(wrt)` bytes; without them each gradient has its own kernel, and a
-        mask of keys cannot be.
+        `workspace` is the address of `room` bytes, `backward_bytes(wrt)` unless given. With less than these, blocks
+        share no lists, with still less each gradient has its own kernel, and with none a mask of keys cannot be.
         """
         problem = self.problem
         wanted = {name: out for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None}
         with self._guard:
             # All kernels first: what cannot be built must fail before anything is written.
-            passes = []
-            for fused in self.plan.fused if workspace else ():
+            launches: list[tuple[_Kernel, list[tuple[int, int]], int]] = []
+            planned = self.plan.backward_bytes(tuple(wanted))
+            left = (planned if room is None else room) - self.plan.mask_bytes
+            memory = workspace + self.plan.mask_bytes if workspace and left >= 0 else 0
+            for fused in self.plan.fused if memory else ():
                 q, k = fused.names
-                if q in wanted and k in wanted:
-                    sums = workspace + self.plan.mask_bytes
-                    pointers = ((_OUT, wanted.pop(k).ptr), (_OUT_Q, wanted.pop(q).ptr), (_FUSED_WORKSPACE, sums))
-                    passes.append((self._kernels.get(fused.side) or self._kernel(fused.side, stream), pointers))
-            kernels = [self._kernels.get(name) or self._kernel(name, stream) for name in wanted]
+                share_bytes = fused.kernels[1].share_bytes
+                sums = fused.workspace_bytes - share_bytes
+                if q in wanted and k in wanted and sums <= left:
+                    kernel = self._kernels.get(fused.side) or self._kernel(fused.side, stream)
+                    pointers = [(_OUT, wanted.pop(k).ptr), (_OUT_Q, wanted.pop(q).ptr), (_FUSED_WORKSPACE, memory)]
+                    launches.append((kernel, pointers, memory + sums if sums + share_bytes <= left else 0))
+            for name, out in wanted.items():
+                kernel = self._kernels.get(name) or self._kernel(name, stream)
+                if 0 not in out.shape and problem.heads:
+                    launches.append((kernel, [(_OUT, out.ptr)], memory if kernel.plan.share_bytes <= left else 0))
             rows = _row_vectors(problem, saved)
             if masks is not None and problem.heads:
-                self._pack_bits(masks, workspace, stream)
-            for kernel, pointers in passes:
-                kernel(_addresses(inputs), (*pointers, *_mask_pointers(kernel, masks, workspace)), stream, rows)
-            for out, kernel in zip(wanted.values(), kernels, strict=True):
-                if 0 in out.shape:
-                    continue
-                if problem.heads == 0:
-                    size = ELEMENT_BYTES[out.dtype] * prod(out.shape)
-                    self._runtime.memsetAsync(out.ptr, 0, size, stream)
-                    continue
-                kernel(_addresses(inputs), ((_OUT, out.ptr), *_mask_pointers(kernel, masks, workspace)), stream, rows)
+                self._pack_bits(masks, memory and workspace, stream)
+            for kernel, pointers, shares in launches:
+                pointers += _mask_pointers(kernel, masks, workspace)
+                pointers += self._share_pointers(kernel.plan, shares, stream)
+                kernel(_addresses(inputs), pointers, stream, rows)
+            for out in wanted.values():
+                if problem.heads == 0 and 0 not in out.shape:
+                    self._runtime.memsetAsync(out.ptr, 0, ELEMENT_BYTES[out.dtype] * prod(out.shape), stream)
+
+    def _share_pointers(self, plan: KernelPlan, memory: int, stream: int) -> list[tuple[int, int]]:
+        """Where blocks share lists, if any do and there is memory for it; the counters are cleared."""
+        if not (plan.share_bytes and memory):
+            return []
+        self._runtime.memsetAsync(memory, 0, plan.arrivals_bytes, stream)
+        return [(_SHARES, memory), (_SHARES + 1, memory + plan.arrivals_bytes)]
 
     def _kernel_plans(self, name: str) -> tuple[KernelPlan, ...]:
         forward = self.plan.forward
@@ -322,19 +337,34 @@ def _mask_pointers(kernel: _Kernel, masks: MaskArrays | None, workspace: int) ->
 
 
 def _tile_lists(problem: Problem, plan: KernelPlan) -> tuple[Any, ...]:
-    """Offsets, entries and order of the pattern's lists for the kernel's tiles, in the current GPU's memory."""
+    """Offsets and entries of the pattern's lists for the kernel's tiles, and the portions of its blocks, in the current
+    GPU's memory."""
     pattern = problem.mask.pattern
     if pattern is None or plan.name == "combine":
         return ()
-    by_keys = not dict(plan.constants)["SKL_ROWS_ARE_QUERIES"]
-    return _uploaded(pattern, problem.device.index, plan.tile.rows, plan.tile.columns, by_keys)
+    walk = (plan.tile.rows, plan.tile.columns, not dict(plan.constants)["SKL_ROWS_ARE_QUERIES"])
+    device = problem.device.index
+    return (
+        *_uploaded_lists(pattern, device, *walk),
+        _uploaded_portions(pattern, device, *walk, plan.group, plan.longest),
+    )
 
 
 @lru_cache(maxsize=64)
-def _uploaded(pattern: BlockPattern, device: int, rows: int, columns: int, by_keys: bool) -> tuple[Any, ...]:
+def _uploaded_lists(pattern: BlockPattern, device: int, rows: int, columns: int, by_keys: bool) -> tuple[Any, ...]:
+    return _uploaded(*pattern.tile_lists(rows, columns, by_keys))
+
+
+@lru_cache(maxsize=64)
+def _uploaded_portions(
+    pattern: BlockPattern, device: int, rows: int, columns: int, by_keys: bool, group: int, longest: int
+) -> Any:
+    return _uploaded(portions(survey(pattern, rows, columns, by_keys, group), longest, group).entries)[0]
+
+
+def _uploaded(*arrays: Any) -> tuple[Any, ...]:
     cupy = import_cupy()
-    lists = pattern.tile_lists(rows, columns, by_keys)
-    copies = tuple(cupy.asarray(x) for x in (lists.offsets, lists.entries, lists.order))
+    copies = tuple(cupy.asarray(x) for x in arrays)
     cupy.cuda.get_current_stream().synchronize()  # kernels run on other streams
     return copies
 
@@ -366,7 +396,7 @@ def _template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> 
         _TENSOR4.pack(0, *problem.compact_input_strides(name))
         for name in ((f"{plan.name}_k", f"{plan.name}_q") if plan.name in SIDES else (plan.name,))
     )
-    gradient = operands + rows * 4 + out + extents + _GRADIENT_TAIL.pack(*scales, side.scale, 0)
+    gradient = operands + rows * 4 + out + extents + _GRADIENT_TAIL.pack(*scales, side.scale, plan.share_slots, 0, 0)
     return gradient + out_q[0] + bytes(8) if out_q else gradient
 
 

@@ -367,6 +367,7 @@ class Runner:
         stream: int = 0,
         workspace: int = 0,
         masks: MaskArrays | None = None,
+        room: int | None = None,
     ) -> None:
         """Write every gradient that has an output, reading the logits once for all of them.
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +28,11 @@ from .arch import (
 )
 from .divergences import DIVERGENCES
 from .masks import Scene, key_range, parts_of
+from .portions import portions, survey
 from .problem import INPUT_NAMES, Problem
+
+if TYPE_CHECKING:
+    from .patterns import BlockPattern
 
 MAX_DIM = 256
 MAX_TEACHER_DIM = 576
@@ -36,6 +41,8 @@ MAX_ROWS = 2**30
 # Splitting costs a workspace and a second launch: below this many key tiles an unsplit block is done sooner.
 MIN_TILES_TO_SPLIT = 64
 MIN_TILES_PER_SHARE = 8
+# A block needs about ten microseconds to start and to end, in which it could walk six tiles.
+MIN_TILES_IN_LIST = 32
 
 # Streamed operands of heads that run side by side should stay in the L2 cache, which is 40 MB and more on the GPUs that
 # have long rows to stream. On smaller caches the order costs nothing but the locality it would have had.
@@ -61,7 +68,7 @@ class KernelPlan:
     tile: TileRow
     smem_bytes: int
     tiles: int
-    """Row tiles per head of the launch."""
+    """Row tiles, or portions of them, per head of the launch."""
     blocks: int
     head_group: int
     """Heads that run side by side."""
@@ -71,6 +78,15 @@ class KernelPlan:
     """Inputs read through tensor maps, with the rows of a box."""
     splits: int = 1
     """Blocks that share the streamed rows of one row tile."""
+    group: int = 1
+    """Query heads that a block works through."""
+    longest: int = 0
+    """Tiles of a pattern's list that one block walks, about; 0 where blocks share no lists."""
+    share_slots: int = 0
+    """Places for the sums of shared lists, per batch entry and head of the launch."""
+    arrivals_bytes: int = 0
+    share_bytes: int = 0
+    """What these take, with the counters of who has come; those come first, and are zero before a launch."""
 
     def __str__(self) -> str:
         t = self.tile
@@ -78,6 +94,11 @@ class KernelPlan:
             f"{self.name}: {self.entry} for {self.arch}, {self.blocks} blocks x {self.threads} threads, "
             f"{t.rows} rows x {t.columns} columns, {t.stages} stages, {self.smem_bytes} B shared"
             + (f", keys split over {self.splits} blocks" if self.splits > 1 else "")
+            + (
+                f", lists of more than {self.longest} tiles shared, sums {self.share_bytes} B"
+                if self.share_bytes
+                else ""
+            )
             + (f" ({self.reason})" if self.reason else "")
         )
 
@@ -90,6 +111,7 @@ class FusedPlan:
     kernels: tuple[KernelPlan, KernelPlan, KernelPlan]
     """What prepares the workspace, the pass, what makes sums the gradient of the queries: same arguments."""
     workspace_bytes: int
+    """Of the sums, and after them what shared lists need."""
     names: tuple[str, str]
     """The two inputs."""
 
@@ -119,9 +141,12 @@ class Plan:
     """Sides that have no such pass, and why."""
 
     def backward_bytes(self, wrt: Collection[str]) -> int:
-        """Workspace of a backward for these inputs; without it each gradient is computed by its own kernel."""
-        fused = (f.workspace_bytes for f in self.fused if all(x in wrt for x in f.names))
-        return self.mask_bytes + max(fused, default=0)
+        """Workspace of a backward for these inputs; without it each gradient is computed by its own kernel, and blocks
+        share no lists."""
+        fused = [f for f in self.fused if all(x in wrt for x in f.names)]
+        done = [name for f in fused for name in f.names]
+        alone = [kernel.share_bytes for name, kernel in self.gradients if name in wrt and name not in done]
+        return self.mask_bytes + max([*(f.workspace_bytes for f in fused), *alone], default=0)
 
     def gradient(self, name: str) -> KernelPlan:
         for key, kernel in self.gradients:
@@ -219,7 +244,7 @@ def _fused(work: Work, facts: DeviceFacts) -> FusedPlan | str:
     return FusedPlan(
         work.name,
         (helper("prepare"), main, helper("finish")),
-        family.workspace_bytes(work),
+        -(-family.workspace_bytes(work) // 128) * 128 + main.share_bytes,
         (f"{work.name}_q", f"{work.name}_k"),
     )
 
@@ -248,8 +273,12 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
     # The lengths of sequences are not known here: however they are cut, each has at most one tile that is not full, and
     # what follows the last one is like one more.
     tiles = work.rows // tile.rows + problem.sequences + 1 if problem.sequences else -(-work.rows // tile.rows)
-    blocks = problem.batch * work.heads * tiles
-    busy = problem.batch * work.heads * -(-work.rows // tile.rows)
+    pairs = problem.batch * work.heads
+    schedule = {"head_group": _head_group(work)}
+    if problem.mask.pattern is not None:
+        tiles, schedule = _portions(problem.mask.pattern, family, work, tile, facts)
+    blocks = pairs * tiles
+    busy = pairs * -(-work.rows // tile.rows)
     splits = _splits(busy, _key_tiles(problem, tile), facts) if kind == "forward" else 1
     if blocks > MAX_GRID:
         raise NotImplementedError(
@@ -296,11 +325,41 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         tiles=tiles,
         blocks=blocks * splits,
         splits=splits,
-        head_group=_head_group(work),
+        **schedule,
         threads=family.threads(tile),
         args_bytes=family.args_bytes(kind),
         boxes=family.boxes(work, tile),
     )
+
+
+def _portions(
+    pattern: BlockPattern, family: Family, work: Work, tile: TileRow, facts: DeviceFacts
+) -> tuple[int, dict[str, int]]:
+    """Portions per head that a pattern's lists make, and what a kernel's plan says of them.
+
+    No block takes more than half of what each multiprocessor has to do in all, and so many heads run side by side that
+    what they have to do takes twice as long as the longest of it.
+    """
+    problem = work.problem
+    pairs, group = problem.batch * work.heads, max(problem.heads // max(work.heads, 1), 1)
+    lists = survey(pattern, tile.rows, tile.columns, work.rows_are_keys, group)
+    lengths = lists.lengths
+    average = max(-(-int(lengths.sum()) * pairs // (len(lengths) * facts.multiprocessors)), 1)
+    longest = max(-(-average // 2), MIN_TILES_IN_LIST) if family.shares_lists(work) else 0
+    entries, slots = portions(lists, longest, group)
+    most = int(lengths.max(initial=0))
+    together = -(-2 * pairs * (min(most, longest) if longest else most) // average)
+    # A counter per warp and a row tile's sums in float32 for every place.
+    arrivals = -(-pairs * slots * tile.warps * 4 // 128) * 128
+    sums = pairs * slots * tile.rows * -(-work.out_dim // 16) * 16 * 4
+    return entries.shape[1], {
+        "head_group": min(_head_group(work, min(together, pairs)), max(pairs, 1)),
+        "group": group,
+        "longest": longest,
+        "share_slots": slots,
+        "arrivals_bytes": arrivals,
+        "share_bytes": arrivals + sums,
+    }
 
 
 def _key_tiles(problem: Problem, tile: TileRow) -> int:
@@ -390,7 +449,7 @@ def _key_bits(problem: Problem, facts: DeviceFacts) -> KernelPlan | None:
     )
 
 
-def _head_group(work: Work) -> int:
+def _head_group(work: Work, least: int = 1) -> int:
     """How many heads run side by side: those whose streamed operands, and sums, fit the L2 budget together."""
     problem = work.problem
     if work.kind == "fused" and not problem.mask.parts:
@@ -402,7 +461,7 @@ def _head_group(work: Work) -> int:
         row_bytes += 4 * work.out_dim
         budget = FUSED_L2_BUDGET
     heads = max(1, problem.batch * problem.heads)
-    most = max(1, min(heads, budget // max(rows * row_bytes, 1)))
+    most = max(least, min(heads, budget // max(rows * row_bytes, 1)), 1)
     # Groups of one size: eight heads as five and three take 0.49 ms where four and four take 0.36 (causal, D = 64).
     return -(-heads // -(-heads // most))
 

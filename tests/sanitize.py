@@ -1,10 +1,13 @@
 """A small matrix of problems to run under compute-sanitizer; `make sanitize` does, with each of its tools.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --every-lane
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py --plant   # must fail
 
-Every kernel family, full and ragged tiles, vector and element-wise loads, masks, grouped heads, split keys, all four
-gradients. `--plant` adds one store beyond an allocation, to show that the run would have noticed.
+Every kernel family, full and ragged tiles, vector and element-wise loads, masks, grouped heads, split keys, shared
+lists, all four gradients. Kernels let one lane arrive at a barrier for its warp, which racecheck takes for a race of
+the others: with `--every-lane` all of them arrive. `--plant` adds one store beyond an allocation, to show that the run
+would have noticed.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 import streamkl_cupy
 import streamkl_cupy.launch
 from streamkl_cupy import arch, calls, patterns, planning
+from streamkl_cupy.arch import sm90
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 
 PLANTED = 'extern "C" __global__ void planted(float* x, int n) { x[n + threadIdx.x] = 1.0f; }'
@@ -75,6 +79,7 @@ def problems(quick: bool) -> Iterator[Problem]:
 
 def run(families: tuple[arch.Family, ...], quick: bool, only: str) -> int:
     planning.families = lambda: families
+    planning.MIN_TILES_IN_LIST = 2  # small lists are shared as long ones are
     planning.make_plan.cache_clear()
     calls._ready.clear()
     calls._runners.clear()
@@ -108,8 +113,11 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="problems whose description has it, such as 'packed M=301'"
     )
+    parser.add_argument("--every-lane", action="store_true", help="let all lanes arrive at barriers, for racecheck")
     parser.add_argument("--quick", action="store_true", help="fewer head dims")
     args = parser.parse_args()
+    if args.every_lane:
+        sm90.ARRIVING_LANES = 32
     # Each array its own allocation: inside a pool's chunk a stray access would go unseen.
     cupy.cuda.set_allocator(None)
     capability = streamkl_cupy.launch.device_facts(cupy.cuda.Device().id)

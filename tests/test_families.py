@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arch, arrays, calls, launch, planning
-from streamkl_cupy.problem import STUDENT, Options
-from streamkl_cupy.testing.compare import check_same_bits
+from streamkl_cupy import arch, arrays, calls, launch, patterns, planning
+from streamkl_cupy.problem import INPUT_NAMES, STUDENT, Options
+from streamkl_cupy.testing import reference
+from streamkl_cupy.testing.compare import check_gradients, check_same_bits
 from streamkl_cupy.testing.problems import RECIPES, make, upstream
 
 pytestmark = pytest.mark.gpu
@@ -110,6 +111,69 @@ def test_both_gradients_in_one_pass(family: str, cupy_only: Any, rng: Any, dtype
             [] if family == "sm80" else [side for side, D in (("teacher", D_t), ("student", D_s)) if D <= 128]
         )
         cupy_only.judge(case, grad, arrays=inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D_t, D_s", [(64, 64), (128, 128), (72, 40), (64, 192)])
+def test_shared_lists(
+    family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of a few tiles are cut here as those of long contexts are: what blocks have is added up, in one order."""
+    monkeypatch.setattr(planning, "MIN_TILES_IN_LIST", 2)
+    for M, N, pattern_heads, causal in ((700, 650, 4, False), (613, 700, 1, True), (900, 300, 4, True)):
+        blocks = rng.random((pattern_heads, -(-M // 64), -(-N // 32))) < 0.2
+        blocks[:, :, 1] = True  # a stripe that all rows see
+        blocks[:, -2] = True  # and a row that sees all keys
+        blocks[-1, :, 3] = blocks[-1, 3] = False
+        pattern = patterns.from_dense(blocks, queries=M, keys=N, block=(64, 32))
+        case = make(B=2, H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
+                    seed=int(rng.integers(1 << 30)), causal=causal, block_mask=pattern)  # fmt: skip
+        grad = upstream(rng, (2, 4, M))
+        inputs = cupy_only.arrays(case)
+        results = []
+        for deterministic in (None, True, True):
+            options = {**case.options, "deterministic": deterministic}
+            plan = streamkl_cupy.plan(*inputs, **options)
+            size = plan.backward_bytes(INPUT_NAMES)
+            kernels = [kernel for _, kernel in plan.gradients] + [fused.kernels[1] for fused in plan.fused]
+            assert {kernel.share_bytes > 0 for kernel in kernels} == {family == "sm90"}
+            # Where the workspace will lie, counters of who has come are not zero.
+            cupy_only.full((size // 4 + 1,), "float32")
+            results.append(cupy_only.judge(case, grad, arrays=inputs, deterministic=deterministic)[1])
+        for name, first, second in zip(INPUT_NAMES, results[1], results[2], strict=True):
+            check_same_bits(name, cupy_only.numpy(first), cupy_only.numpy(second))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
+def test_heads_that_see_nothing(family: str, cupy_only: Any, rng: Any, dtype: str) -> None:
+    """Between others that share their keys, and in some key tiles only: rows loaded for them are soon overwritten."""
+    blocks = rng.random((8, 5, 6)) < 0.4
+    blocks[[1, 2, 5]] = False
+    blocks[4, :, 2:] = False
+    pattern = patterns.from_dense(blocks, queries=600, keys=700, block=(128, 128))
+    case = make(H=8, M=600, N=700, D_t=64, teacher_key_heads=8, student_key_heads=2, dtypes=dtype,
+                seed=int(rng.integers(1 << 30)), block_mask=pattern)  # fmt: skip
+    for deterministic in (None, True):
+        cupy_only.judge(case, upstream(rng, (1, 8, 600)), deterministic=deterministic)
+
+
+def test_lists_are_walked_whole_without_a_workspace(
+    family: str, cupy_only: Any, rng: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "MIN_TILES_IN_LIST", 2)
+    pattern = patterns.strided(2, queries=640, block=32)
+    case = make(H=2, M=640, N=640, D_t=64, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), block_mask=pattern)
+    inputs = cupy_only.arrays(case)
+    views = calls.view_inputs(*inputs)
+    ready = calls.prepare(views, Options(block_mask=pattern))
+    rows = streamkl_cupy.attention_kl_forward(*inputs, **case.options)
+    grad = upstream(rng, (1, 2, 640))
+    given = (cupy_only.array(grad, "float32"), rows.teacher_lse, rows.student_lse, rows.kl)
+    saved = arrays.Saved(*(arrays.describe(name, x) for name, x in zip(arrays.Saved._fields, given, strict=True)))
+    outputs = arrays.Gradients(*(arrays.empty(view, view.shape, view.dtype) for view in views))
+    ready.runner.backward(views, saved, outputs, arrays.stream_of(views.student_q))
+    wanted = reference.backward(grad, *case.arrays, **case.options)
+    check_gradients(tuple(cupy_only.numpy(x.array) for x in outputs), wanted, case.dtypes)
 
 
 def test_strides_that_a_map_can_say(family: str, cupy_only: Any, rng: Any) -> None:

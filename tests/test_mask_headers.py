@@ -19,6 +19,7 @@ import pytest
 from streamkl_cupy import patterns
 from streamkl_cupy.arch import MASK_WORDS
 from streamkl_cupy.masks import MASKS
+from streamkl_cupy.portions import portions, survey
 from streamkl_cupy.source import cuda_root, flatten
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -62,12 +63,13 @@ WALK = """
 template <int STEP>
 int walk(const Extents& n, int heads, int group, unsigned char* seen, int* written, int* visits) {
     Block block = block_of(n, heads, n.batch * heads, kRowsAreQueries && !Mask::kListed);
-    const Place place = Mask::locate(n, block.head * group, block.tile);
+    const Place place = Mask::locate(n, block.head * group, block);
     const int row_count = kRowsAreQueries ? place.queries : place.keys;
     const int column_count = kRowsAreQueries ? place.keys : place.queries;
     const int first = block.tile * kRows, end = min(first + kRows, row_count);
     if (first >= row_count) return Mask::kRagged ? 0 : 1;
-    if (block.split == 0)
+    if (block.shares == 0) return 0;
+    if (block.share == 0 && block.split == 0)
         for (int r = first; r < end; ++r)
             ++written[(block.batch * heads + block.head) * (kRowsAreQueries ? n.queries : n.keys) +
                       (kRowsAreQueries ? place.first_query : place.first_key) + r];
@@ -76,7 +78,9 @@ int walk(const Extents& n, int heads, int group, unsigned char* seen, int* writt
         const Range met = kRowsAreQueries ? mask.keys_of(first, end) : mask.queries_of(first, end);
         if (!met.empty() && (met.begin < 0 || met.end > column_count)) return 2;
         int last = STEP > 0 ? -1 : 1 << 30;
-        const Range steps = share_of(mask.steps_of(first, covering(met, kColumns)), block, n);
+        Range tiles = covering(met, kColumns);
+        tiles.meet(block.streamed);
+        const Range steps = split_of(mask.steps_of(first, tiles), block, n);
         for (Cursor<Mask, STEP> at(mask, {first, end}, steps); at.more(); at.next()) {
             if (STEP * (at.tile() - last) <= 0) return 3;
             last = at.tile();
@@ -254,22 +258,26 @@ def one_block(walk: Walker, parts: tuple[str, ...], rows: int, columns: int, que
         blocks = rng.random(shape) < rng.choice([0.1, 0.5, 0.9])
         pattern = patterns.from_dense(blocks, queries=M, keys=N, block=(sizes[0], sizes[1]))
         lists = pattern.tile_lists(rows, columns, by_keys=not queries)
-        words += [pointer(x) for x in lists] + [shape[0]]
+        words += [pointer(x) for x in lists] + [0, shape[0]]
         for head in range(heads):
             dense[:, head] &= pattern.visible(np.arange(M)[:, None], np.arange(N), head)
     extents.mask[: len(words)] = words
     total = M if queries else N
     extents.tiles = total // rows + extents.sequences + 1 if packed else -(-total // rows)
     out_heads, group = (heads, 1) if queries else (heads // group, group)
-    for step, splits in ((1, 1), (-1, 1), (-1, 3)) if queries else ((1, 1),):
+    for step, splits, longest in ((1, 1, 0), (-1, 1, 0), (-1, 3, 0), (1, 1, 3))[:: 1 if queries else 3]:
         extents.splits = splits
+        if "blocks" in parts:
+            entries = portions(survey(pattern, rows, columns, not queries, group), longest, group).entries
+            extents.tiles = entries.shape[1]
+            extents.mask[len(words) - 2] = pointer(entries)
         seen = np.zeros((batch, heads, M, N), np.uint8)
         written = np.zeros((batch, out_heads, total), np.int32)
         visits = ctypes.c_int()
         blocks = batch * out_heads * extents.tiles * splits
         arrays = [ctypes.c_void_p(x.ctypes.data) for x in (seen, written)]
         broken = walk(ctypes.byref(extents), blocks, out_heads, group, step, *arrays, ctypes.byref(visits))
-        about = f"M={M} N={N} offset={offset} left={left} right={right} {places} {rows}x{columns} step {step}"
+        about = f"M={M} N={N} offset={offset} left={left} right={right} {places} {rows}x{columns} {step} {longest}"
         assert broken == 0, about
         assert (written == 1).all(), about
         np.testing.assert_array_equal(seen, dense, err_msg=about)

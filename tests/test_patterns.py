@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import doctest
+import math
 import pickle
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 import streamkl_cupy
 from streamkl_cupy import patterns
 from streamkl_cupy.patterns import BlockPattern, CoverageWarning, families, pattern
+from streamkl_cupy.patterns.pattern import LARGEST
+from streamkl_cupy.portions import Lists, portions, survey
 
 Array = NDArray[Any]
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,7 +290,6 @@ def check_lists(made: BlockPattern, rows: int, columns: int, by_keys: bool) -> N
     row_tiles = -(-(made.keys if by_keys else made.queries) // rows)
     assert (lists.offsets.dtype, lists.offsets.shape) == (np.int32, (made.heads, row_tiles + 1))
     assert (lists.entries.dtype, lists.entries.shape[1]) == (np.uint32, 4)
-    assert (lists.order.dtype, lists.order.shape) == (np.int32, (made.heads, row_tiles))
     assert lists.offsets[0, 0] == 0
     assert lists.offsets[-1, -1] == len(lists.entries)
     assert (lists.offsets[1:, 0] == lists.offsets[:-1, -1]).all()
@@ -295,14 +297,10 @@ def check_lists(made: BlockPattern, rows: int, columns: int, by_keys: bool) -> N
         assert array.flags.c_contiguous
         assert not array.flags.writeable
     for head in range(made.heads):
-        lengths = []
         for t in range(row_tiles):
             entries = lists.entries[lists.offsets[head, t] : lists.offsets[head, t + 1]].astype(object)
             assert [(e[0], e[2] | e[3] << 32) for e in entries] == want[head][t]
             assert not any(e[1] for e in entries)
-            lengths.append(len(entries))
-        assert sorted(lists.order[head].tolist()) == list(range(row_tiles))
-        assert [lengths[t] for t in lists.order[head]] == sorted(lengths, reverse=True)
 
 
 @examples(60)
@@ -362,8 +360,111 @@ def test_full_tiles_have_every_bit() -> None:
 
 def test_longest_first_puts_the_last_rows_of_a_causal_pattern_first() -> None:
     made = patterns.full(queries=1024, causal=True)
-    assert made.tile_lists(128, 128).order[0].tolist() == list(range(8))[::-1]
-    assert made.tile_lists(128, 128, by_keys=True).order[0].tolist() == list(range(8))
+    for by_keys in (False, True):
+        entries, slots = portions(survey(made, 128, 128, by_keys, group=1))
+        tiles = list(range(8)) if by_keys else list(range(8))[::-1]
+        assert (entries[0].tolist(), slots) == ([[t, 0, 1, 0, 0, LARGEST] for t in tiles], 0)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_survey_knows_the_lists_where_blocks_are_tiles(by_keys: bool, rng: np.random.Generator) -> None:
+    made = patterns.from_dense(rng.random((4, 5, 7)) < 0.4, queries=5 * 64 - 3, keys=7 * 128 - 50, block=(64, 128))
+    tile = (128, 64) if by_keys else (64, 128)
+    counts = np.diff(made.tile_lists(*tile, by_keys).offsets, axis=1)
+    np.testing.assert_array_equal(survey(made, *tile, by_keys, 1).lengths, counts)
+    pairs = counts.reshape(2, 2, -1).sum(axis=1)
+    np.testing.assert_array_equal(survey(made, *tile, by_keys, 2).lengths, pairs.repeat(2, axis=0))
+    np.testing.assert_array_equal(survey(made.select(0), *tile, by_keys, 3).lengths, 3 * counts[:1])
+
+
+@examples(60)
+@given(random_patterns(), st.sampled_from(TILES), st.booleans(), st.integers(1, 3))
+def test_survey_bounds_the_lists(made: BlockPattern, tile: tuple[int, int], by_keys: bool, group: int) -> None:
+    lists = made.tile_lists(*tile, by_keys)
+    group = group if made.heads % group == 0 else 1
+    found = survey(made, *tile, by_keys, group)
+    assert {x.shape for x in found} == {np.diff(lists.offsets, axis=1).shape}
+    for head, row in np.ndindex(found.lengths.shape):
+        heads = range(head // group * group, head // group * group + group) if made.heads > 1 else [0]
+        tiles = [t for h in heads for t in lists.entries[lists.offsets[h, row] : lists.offsets[h, row + 1], 0].tolist()]
+        assert (found.lengths[head, row] > 0) == (len(tiles) > 0)
+        if tiles:
+            assert found.first[head, row] <= min(tiles)
+            assert max(tiles) < found.stop[head, row]
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("longest", [0, 1, 5, 16, 200])
+def test_portions_cover_every_list_once(longest: int, group: int, rng: np.random.Generator) -> None:
+    first = rng.integers(0, 30, (4 // group, 9))
+    stop = first + rng.integers(1, 60, first.shape)
+    lengths = rng.integers(0, group * (stop - first) + 1)
+    lists = Lists(*(x.repeat(group, axis=0) for x in (lengths, first, stop)))
+    entries, slots = portions(lists, longest, group)
+    places: list[int] = []
+    for head in range(4):
+        done = entries[head, :, 2] > 0
+        assert (np.diff(done.astype(int)) <= 0).all()
+        assert not entries[head][~done].any()
+        mine = entries[head][done]
+        for tile in range(9):
+            shares = mine[mine[:, 0] == tile]
+            shares = shares[np.argsort(shares[:, 1])]
+            count, length = len(shares), lists.lengths[head, tile]
+            assert shares[:, 1].tolist() == list(range(count))
+            assert (shares[:, 2] == count).all()
+            assert shares[0, 4] <= lists.first[head, tile]
+            assert lists.stop[head, tile] <= shares[-1, 5]
+            assert (shares[1:, 4] == shares[:-1, 5]).all()
+            if not 0 < longest < length:
+                assert count == 1
+                continue
+            assert count <= 2 * length / longest + 2
+            if count > 1:
+                (size,) = set(shares[:, 5] - shares[:, 4])
+                assert math.log2(size / max(longest // group, 1)).is_integer()
+                assert (shares[:, 4] % size == 0).all()
+                assert len(set(shares[:, 3])) == 1
+                if head % group == 0:
+                    start = head // group * slots + shares[0, 3]
+                    places += range(start, start + count)
+        np.testing.assert_array_equal(mine, entries[head // group * group][done])
+    assert len(set(places)) == len(places)
+    assert set(places) <= set(range(4 // group * slots))
+    assert (slots > 0) == (0 < longest < 100)
+    assert not entries.flags.writeable
+
+
+@pytest.mark.parametrize("heads, scattered", [(1, 1), (8, 1), (8, 8)])
+def test_scattered_lists_are_not_cut_to_nothing(heads: int, scattered: int) -> None:
+    """One key block in a few is seen by rows far apart: shares are as many as the tiles are worth, of all heads."""
+    listed = np.zeros((heads, 8192, 32), np.bool_)
+    for head in range(scattered):
+        listed[head, np.linspace(0, 8191, 500).astype(int), head] = True
+    listed[:, :8, 16:] = True
+    made = patterns.from_dense(listed, queries=1 << 20, keys=4096, block=128)
+    lists = survey(made, 128, 64, True, 1)
+    assert lists.lengths.max() == 1000
+    entries, slots = portions(lists, 64)
+    (shares,) = set(entries[0, entries[0, :, 0] == 0, 2].tolist())
+    assert 8 <= shares <= 34
+    assert heads * slots < scattered * 34 + heads
+
+
+def test_long_lists_come_first_and_are_cut_alike() -> None:
+    made = patterns.sharded(8, window=64, stride=8, queries=4096, block=128, causal=True)
+    entries, _ = portions(survey(made, 128, 64, True, 1), 16)
+    tiles = made.tile_lists(128, 64, by_keys=True)
+    for head in range(8):
+        lengths = []
+        for tile, _, shares, _, begin, end in entries[head].tolist():
+            if shares:
+                mine = tiles.entries[tiles.offsets[head, tile] : tiles.offsets[head, tile + 1], 0]
+                lengths.append(int(((mine >= begin) & (mine < end)).sum()))
+        assert max(lengths) == 16
+        assert lengths[: lengths.count(16)] == [16] * lengths.count(16)
+        starts = entries[head, : lengths.count(16), 4]
+        assert (np.diff(starts) >= 0).all()
 
 
 def test_tile_lists_are_made_once_by_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:

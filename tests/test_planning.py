@@ -13,6 +13,7 @@ import pytest
 from streamkl_cupy import launch, patterns
 from streamkl_cupy.arch import ARGS_BYTES, SIDES, Work, families, sm80, sm90, sm90_fused
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
+from streamkl_cupy.portions import survey
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -100,12 +101,52 @@ def test_few_rows_split_their_keys_and_many_do_not() -> None:
         assert p.workspace_bytes == 0
 
 
+def striped(causal: bool) -> patterns.BlockPattern:
+    return patterns.sharded(16, window=512, stride=16, queries=16384, block=128, causal=causal).select(range(8))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_share_lists_that_are_longer_than_the_others_take(causal: bool, deterministic: bool) -> None:
+    what: dict[str, Any] = {"M": 16384, "N": 16384, "dims": (128, 128), "deterministic": deterministic}
+    p = plan(mask=MaskSpec(("blocks",), (), striped(causal)), **what)
+    for kernel in kernels(p)[1:]:
+        by_keys = not dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"]
+        lengths = survey(striped(causal), kernel.tile.rows, kernel.tile.columns, by_keys, 1).lengths
+        average = lengths.sum() / 132
+        assert (kernel.share_bytes > 0) == (lengths.max() > kernel.longest), kernel.name
+        assert average / 2 <= kernel.longest < max(average / 2 + 2, 33)
+        assert kernel.tiles < 1.3 * lengths.shape[1]
+        # As many float32 tiles as there are shares, and a counter for each of their warps.
+        places = 8 * kernel.share_slots
+        assert kernel.arrivals_bytes == -(-4 * places * kernel.tile.warps // 128) * 128
+        assert kernel.share_bytes - kernel.arrivals_bytes == 4 * places * kernel.tile.rows * 128
+        assert kernel.share_bytes < 40 << 20
+        assert ("tiles shared" in str(kernel)) == (kernel.share_bytes > 0)
+    alone = p.gradient("student_k").share_bytes
+    assert alone > 0
+    assert p.backward_bytes(("student_k",)) == alone
+    if deterministic:
+        assert p.backward_bytes(INPUT_NAMES) == alone
+    else:
+        assert p.backward_bytes(("student_q", "student_k")) == p.fused[1].workspace_bytes
+        assert p.fused[1].workspace_bytes > p.fused[1].kernels[1].share_bytes + 4 * 8 * 16384 * 128
+    # Eight query heads that share keys: what they have together is cut, and heads of the keys have one set of places.
+    grouped = plan(mask=MaskSpec(("blocks",), (), striped(causal)), key_heads=1, **what).gradient("student_k")
+    assert 0 < grouped.share_bytes < 8 * 132 * 4 * 128 * 128
+    assert grouped.head_group == 1
+    even = plan(mask=MaskSpec(("blocks",), (), patterns.full(queries=16384, block=128)), **what)
+    older = plan("sm_80", mask=MaskSpec(("blocks",), (), striped(causal)), **what)
+    assert not any(kernel.share_bytes for kernel in (*kernels(even), *kernels(older)))
+    assert older.backward_bytes(INPUT_NAMES) == 0
+
+
 def test_both_gradients_of_a_side_share_a_pass_where_that_can_be() -> None:
     p = plan(dims=(192, 128), M=1000, N=3000, heads=6, batch=2, key_heads=2)
     (student,) = p.fused  # a gradient of 192 columns does not fit
     assert student.names == ("student_q", "student_k")
     tiles = -(-1000 // 64)
-    assert student.workspace_bytes == 4 * 2 * 6 * tiles * (64 * (128 + 3) + 1)
+    assert student.workspace_bytes == -(-4 * 2 * 6 * tiles * (64 * (128 + 3) + 1) // 128) * 128
     # Little more than one float32 gradient of the queries.
     assert student.workspace_bytes < 1.1 * 4 * 2 * 6 * 1000 * 128
     assert [kernel.blocks for kernel in student.kernels] == [2 * 6 * tiles, 2 * 2 * -(-3000 // 128), 2 * 6 * tiles]

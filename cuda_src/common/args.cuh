@@ -45,7 +45,8 @@ struct GradientArgs {
     Extents n;
     float teacher_scale, student_scale;          // times log2(e)
     float out_scale;                             // the plain scale of the side being differentiated
-    int reserved;
+    int share_slots;                             // places for sums of shares per batch entry and head
+    u64 share_arrivals, share_sums;              // tile/shares.cuh says what lies there; 0: no memory for it
 };
 
 // Both gradients of one side: `base.out` is the keys'.

@@ -31,13 +31,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
     Block block = block_of(n, n.heads, n.batch * n.heads, !Mask::kListed);
-    const Place place = Mask::locate(n, block.head, block.tile);
+    const Place place = Mask::locate(n, block.head, block);
     const Mask mask(n, place, block.batch, block.head);
 
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, place.queries);
     if (Mask::kRagged && first_row >= place.queries) return;
     const Range rows{first_row, end_row}, keys = mask.keys_of(first_row, end_row);
-    Cursor<Mask> at(mask, rows, share_of(mask.steps_of(first_row, covering(keys, kColumns)), block, n)), ahead = at;
+    Cursor<Mask> at(mask, rows, split_of(mask.steps_of(first_row, covering(keys, kColumns)), block, n)), ahead = at;
 
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile tq{base};

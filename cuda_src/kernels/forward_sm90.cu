@@ -17,6 +17,7 @@
 #include "common/config.cuh"
 #include "common/math.cuh"
 #include "ptx/registers.cuh"
+#include "tile/arrive.cuh"
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
 #include "tile/swizzled.cuh"
@@ -53,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     const ForwardArgs& args = all.base;
     const Extents& n = args.n;
     Block block = block_of(n, n.heads, n.batch * n.heads, !Mask::kListed);
-    const Place place = Mask::locate(n, block.head, block.tile);
+    const Place place = Mask::locate(n, block.head, block);
     const Mask mask(n, place, block.batch, block.head);
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, place.queries);
     if (Mask::kRagged && first_row >= place.queries) return;
@@ -66,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
             mbarrier_init(full + 8 * i, 1);
-            mbarrier_init(empty + 8 * i, kWarps);
+            mbarrier_init(empty + 8 * i, kWarps * kArrivals);
         }
         mbarrier_init(queries_here, 1);
         mbarrier_publish();
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     __syncthreads();
 
     const Range tiles = covering(mask.keys_of(first_row, end_row), kColumns);
-    Cursor<Mask, -1> walk(mask, {first_row, end_row}, share_of(mask.steps_of(first_row, tiles), block, n));
+    Cursor<Mask, -1> walk(mask, {first_row, end_row}, split_of(mask.steps_of(first_row, tiles), block, n));
     RingCursor<kRing> at;
 
     if (group == kGroups) {
@@ -114,10 +115,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
 
     const u64 q_t = swizzled_descriptor(queries_t + group * 64 * 128), q_s = swizzled_descriptor(queries_s + group * 64 * 128);
     const u64 ring_start = swizzled_descriptor(ring);
-    const auto release = [&](int slot) {
-        if (lane == 0) mbarrier_arrive(empty + 8 * slot);
-    };
+    const auto release = [&](int slot) { warp_arrive(empty + 8 * slot); };
     mbarrier_wait(queries_here, 0);
+    HeldRows<SKL_HELD_STEPS> held;
+    held.load<kRows>(queries_t, 16 * (threadIdx.x / 32));
 
     for (; walk.more(); walk.next()) {
         const int key = walk.row();
@@ -140,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
             if (kLong && p >= kFirstHalf && p < kTeacherPieces)
                 multiply_rows<Teacher, kRows, kPieceChunks>(rest[0], q_t, piece, p * kPieceChunks, kFirstHalf * kPieceChunks);
             else if (p < kTeacherPieces)
-                multiply_rows<Teacher, kRows, kPieceChunks>(t[0], q_t, piece, p * kPieceChunks);
+                multiply_rows<Teacher, kRows, kPieceChunks>(t[0], q_t, piece, p * kPieceChunks, 0, held);
             else
                 multiply_rows<Student, kRows, kPieceChunks>(s[0], q_s, piece, (p - kTeacherPieces) * kPieceChunks);
             wgmma_commit();

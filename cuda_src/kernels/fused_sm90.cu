@@ -35,16 +35,19 @@
 //   taken[i]       one per warp of dQ          consumers: tile i of dX may be overwritten
 //
 // An element type of narrow exponent gets dX twice: with g, scaled by one power of two per key block, for dK, and
-// without g, scaled by one per row, for dQ; `finish` multiplies g in.
+// without g, scaled by one per row, for dQ; `finish` multiplies g in. Where a list says so, blocks share the queries of a
+// key tile and dK is added up as in tile/shares.cuh.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
+#include "tile/arrive.cuh"
 #include "tile/clear.cuh"
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
+#include "tile/shares.cuh"
 #include "tile/swizzled.cuh"
 #include "@mask"
 #include "@divergence"
@@ -79,6 +82,7 @@ constexpr int kTurnBarrier = kGroups + 2;  // one per consumer; those before are
 constexpr int kOutTiles = 2 * Own::kSteps;  // tiles of 8 columns of dK
 
 constexpr int kOwnTileBytes = Own::bytes(kColumns), kOtherTileBytes = Other::bytes(kColumns);
+constexpr int kHeld = SKL_HELD_STEPS;  // of the consumers' own keys
 constexpr int kSubs = kWarpTiles;             // a consumer works on 64 of every 128 keys of the block
 constexpr int kSubRows = kRows / kSubs;
 constexpr int kHandoverBytes = kSubRows * kColumns * 2;
@@ -107,6 +111,9 @@ struct Value {
     static constexpr int value = N;
 };
 
+// Blocks side by side should stream the same rows, or they all come from memory. Shares of lists, and the lists of causal
+// patterns, have the end in common.
+using Walk = Cursor<Mask, Mask::kListed ? -1 : 1>;
 using Scores = float[kTiles][4];  // of one consumer thread: accumulators of keys x queries
 
 // What a narrow type's gradients without g are multiplied by, a power of two per row, and what takes it back.
@@ -157,10 +164,11 @@ struct Entry {
     __device__ Entry(const Workspace& space, const Extents& n) {
         index = blockIdx.x;
         const int pair = blockIdx.x / space.tiles;
-        tile = blockIdx.x % space.tiles;
         batch = pair / space.heads;
         head = pair % space.heads;
-        place = Mask::locate<kColumns, true>(n, head, tile);
+        Portion whole{static_cast<int>(blockIdx.x % space.tiles), 0, 1, 0, {0, kNoLimit}};
+        place = Mask::locate<kColumns, true>(n, head, whole);
+        tile = whole.tile;
     }
 };
 
@@ -303,18 +311,18 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     if (threadIdx.x == 0) {
         mbarrier_init(own_keys, 1);
         mbarrier_init(keys_full, 1);
-        mbarrier_init(keys_empty, kWarps);
+        mbarrier_init(keys_empty, kWarps * kArrivals);
         for (int i = 0; i < kOtherRing; ++i) {
             mbarrier_init(other_full + 8 * i, 1);
-            mbarrier_init(other_empty + 8 * i, kWarps);
+            mbarrier_init(other_empty + 8 * i, kWarps * kArrivals);
         }
         for (int i = 0; i < kOwnRing; ++i) {
             mbarrier_init(own_full + 8 * i, 1);
-            mbarrier_init(own_empty + 8 * i, kWarps);
+            mbarrier_init(own_empty + 8 * i, kWarps * kArrivals);
         }
         for (int i = 0; i < kHandovers; ++i) {
-            mbarrier_init(handed + 8 * i, kWarps);
-            mbarrier_init(taken + 8 * i, 4);
+            mbarrier_init(handed + 8 * i, kWarps * kArrivals);
+            mbarrier_init(taken + 8 * i, 4 * kArrivals);
         }
         mbarrier_publish();
     }
@@ -322,13 +330,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
 
     Block block = block_of(n, own_heads, n.batch * own_heads, false);
     const int first_head = block.head * own_group, end_head = first_head + own_group;
-    const Place place = Mask::locate(n, first_head, block.tile);
+    const Place place = Mask::locate(n, first_head, block);
     const int first_key = block.tile * kRows;
     if (Mask::kRagged && first_key >= place.keys) return;
+    if (Mask::kListed && !settle_shares(block, args)) return;
     const auto walk_of = [&](int head) {
         const Mask mask(n, place, block.batch, head);
         const Range keys{first_key, min(first_key + kRows, place.keys)};
-        return Cursor<Mask>(mask, keys, mask.steps_of(first_key, covering(mask.queries_of(keys.begin, keys.end), kColumns)));
+        Range tiles = covering(mask.queries_of(keys.begin, keys.end), kColumns);
+        if constexpr (Mask::kListed) tiles.meet(block.streamed);
+        return Walk(mask, keys, mask.steps_of(first_key, tiles));
     };
     // Whether other keys must be loaded before the head's first tile.
     const auto new_keys = [&](int head) { return head == first_head || head % other_group == 0; };
@@ -359,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                 at_keys.advance();
             }
             const float* const terms = space.terms + space.entry(block.batch, head, place, 0) * Terms::kFloats;
-            for (Cursor<Mask> walk = walk_of(head); walk.more(); walk.next()) {
+            for (Walk walk = walk_of(head); walk.more(); walk.next()) {
                 const int query = place.first_query + walk.row();
                 mbarrier_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
                 if (lane == 0) {
@@ -398,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         RingCursor<kStagings> stage;
         for (int head = first_head; head < end_head; ++head) {
             float* const head_sums = space.sums + space.entry(block.batch, head, place, 0) * (kColumns * Own::kDim);
-            for (Cursor<Mask> walk = walk_of(head); walk.more(); walk.next()) {
+            for (Walk walk = walk_of(head); walk.more(); walk.next()) {
                 float* const sums = head_sums + static_cast<i64>(walk.tile()) * (kColumns * Own::kDim);
 #pragma unroll
                 for (int c = 0; c < Own::kChunks; ++c) {
@@ -415,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                         wgmma_wait<0>();
                         settle(part);
                         if (c < Own::kChunks - 1) continue;
-                        if (lane == 0) mbarrier_arrive(taken + 8 * at.slot);
+                        warp_arrive(taken + 8 * at.slot);
                         at.advance();
                     }
 
@@ -467,15 +478,15 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     RingCursor<kOtherRing> at_other;
     RingCursor<kOwnRing> at_own;
     RingCursor<kHandovers> at_handed;
-    const auto release = [&](u32 barrier) {
-        if (lane == 0) mbarrier_arrive(barrier);
-    };
 
     float out[kSubs][kOutTiles][4];
 #pragma unroll
     for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] = 0.f;
     Scores other, own;
+    HeldRows<kHeld> held[kSubs];
     mbarrier_wait(own_keys, 0);
+#pragma unroll
+    for (int sub = 0; sub < kSubs; ++sub) held[sub].load<kRows>(base + kOwnKeysAt, sub * kSubRows + warp_row);
 
     const auto multiply_other = [&](int sub) {
         mbarrier_wait(other_full + 8 * at_other.slot, at_other.parity);
@@ -484,20 +495,21 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         multiply_rows<Other, kRows, Other::kChunks>(other, keys_other + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
         wgmma_commit();
     };
-    const auto multiply_own = [&](int sub) {
+    const auto multiply_own = [&](auto part) {
+        constexpr int kSub = decltype(part)::value;
         mbarrier_wait(own_full + 8 * at_own.slot, at_own.parity);
         wgmma_fence();
         const u64 tile = ring_own + static_cast<u64>(at_own.slot * (kOwnTileBytes >> 4));
-        multiply_rows<Own, kRows, Own::kChunks>(own, keys_own + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
+        multiply_rows<Own, kRows, Own::kChunks>(own, keys_own + static_cast<u64>(kSub * (kSubRows * 128 >> 4)), tile, 0, 0, held[kSub]);
         wgmma_commit();
     };
     const auto other_done = [&](int sub) {
         if (sub < kSubs - 1) return;
-        release(other_empty + 8 * at_other.slot);
+        warp_arrive(other_empty + 8 * at_other.slot);
         at_other.advance();
     };
     const auto own_done = [&](int slot, int sub) {
-        if (sub == kSubs - 1) release(own_empty + 8 * slot);
+        if (sub == kSubs - 1) warp_arrive(own_empty + 8 * slot);
     };
     // Consumers take turns at issuing products: in step with each other they would compute exponentials together and then
     // wait for the matrix unit together.
@@ -511,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     const auto handed_over = [&] {
         async_fence();
         __syncwarp();
-        release(handed + 8 * at_handed.slot);
+        warp_arrive(handed + 8 * at_handed.slot);
         at_handed.advance();
     };
     // Hands dX over and issues dK += dX^T Q for the tile in the given slot of the ring.
@@ -542,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         await_turn();
         if constexpr (kMore) {
             multiply_other(kNextSub);
-            multiply_own(kNextSub);
+            multiply_own(Value<kNextSub>{});
         }
         accumulate(out[kSub], dx, hand, slot);
         if constexpr (kMore) {
@@ -561,7 +573,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             own_done(slot, kSub);
         }
     };
-    const auto partial_step = [&](auto part, const Cursor<Mask>& walk) {
+    const auto partial_step = [&](auto part, const Walk& walk) {
         constexpr int kSub = decltype(part)::value;
         const int slot = at_own.slot;
         if (kSub == kSubs - 1) at_own.advance();
@@ -602,7 +614,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         }
         // Steps go over tiles and, within a tile, over the consumer's keys. Runs of steps that see everything are pipelined.
         // What is decided between steps is decided before products are under way.
-        Cursor<Mask> walk = walk_of(head);
+        Walk walk = walk_of(head);
         int sub = 0;
         const auto first = [&] { return group_key + sub * kSubRows; };
         const auto advance = [&] {
@@ -621,7 +633,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                 continue;
             }
             multiply_other(sub);
-            multiply_own(sub);
+            if (sub == 0)
+                multiply_own(Value<0>{});
+            else
+                multiply_own(Value<kSubs - 1>{});
             wgmma_wait<0>();
             settle(other);
             settle(own);
@@ -651,9 +666,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                 }
             }
         }
-        if (head + 1 < end_head && new_keys(head + 1)) release(keys_empty);
+        if (head + 1 < end_head && new_keys(head + 1)) warp_arrive(keys_empty);
     }
 
+    using Sums = float[kSubs * kOutTiles][4];
+    if constexpr (Mask::kListed)
+        if (block.shares > 1 && !add_shares(reinterpret_cast<Sums&>(out), block, block.batch * own_heads + block.head, args)) return;
     const float factor = Logit::kFactor * args.out_scale / lift;
 #pragma unroll
     for (int i = 0; i < 2 * kSubs; ++i) {

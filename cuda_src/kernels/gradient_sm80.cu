@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const int out_heads = n.heads / heads_per_block;
     Block block = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
     const int first_head = block.head * heads_per_block, end_head = first_head + heads_per_block;
-    const Place place = Mask::locate(n, first_head, block.tile);
+    const Place place = Mask::locate(n, first_head, block);
 
     const int row_count = kRowsAreQueries ? place.queries : place.keys;
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, row_count);
@@ -276,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 
     constexpr int bytes = OutElement::kBytes;
     Block again = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
-    const Place here = Mask::locate(n, first_head, again.tile);  // found anew: registers are dear in the loop
+    const Place here = Mask::locate(n, first_head, again);  // found anew: registers are dear in the loop
     const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
     const u64 head_base =
         args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;

@@ -19,16 +19,19 @@
 //   rows_free  one per consumer warp                           the producer: the other side's keys may be exchanged
 //
 // Rows of a tile that hold an infinity or a NaN are cleared before the product with dX, on tiles that are not visible as a
-// whole: who sees them has NaN already, and who does not must not get it. No atomics and no workspace: each output element has
-// one owner and a fixed order of addition. Types of narrow exponent are scaled as in gradient_sm80.cu.
+// whole: who sees them has NaN already, and who does not must not get it. No atomics and no workspace, but where blocks share a
+// list (tile/shares.cuh): each output element has one owner and a fixed order of addition. Of the teacher's resident rows
+// kHeld steps are kept in registers (tile/swizzled.cuh). Types of narrow exponent are scaled as in gradient_sm80.cu.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
+#include "tile/arrive.cuh"
 #include "tile/clear.cuh"
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
+#include "tile/shares.cuh"
 #include "tile/swizzled.cuh"
 #include "@mask"
 #include "@divergence"
@@ -61,6 +64,7 @@ constexpr int kRowBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
 constexpr int kTileBytes = Teacher::bytes(kColumns) + Student::bytes(kColumns);
 constexpr int kTermBytes = kRowsAreQueries ? 0 : Terms::kFloats * 4 + 16;  // the 16: an exponent
 constexpr int kTermsPerLane = ceil_div(kColumns, 32);                      // of the producer
+constexpr int kHeld = SKL_HELD_STEPS;                                      // of the teacher's resident rows
 constexpr bool kAhead = SKL_AHEAD;  // the next tile's scores are multiplied while this one's gradients are computed
 constexpr int kBarriers = 2 * kRing + 2;
 constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^(kTopExponent - exponent)
@@ -106,7 +110,7 @@ struct Task {
         block = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
         first_head = block.head * heads_per_block;
         end_head = first_head + heads_per_block;
-        place = Mask::locate(n, first_head, block.tile);
+        place = Mask::locate(n, first_head, block);
         row_count = kRowsAreQueries ? place.queries : place.keys;
         rows = {block.tile * kRows, min(block.tile * kRows + kRows, row_count)};
     }
@@ -116,7 +120,9 @@ struct Task {
         return kRowsAreQueries ? mask.keys_of(rows.begin, rows.end) : mask.queries_of(rows.begin, rows.end);
     }
     __device__ Cursor<Mask> walk(const Mask& mask) const {
-        return {mask, rows, mask.steps_of(rows.begin, covering(met_by(mask, rows), kColumns))};
+        Range tiles = covering(met_by(mask, rows), kColumns);
+        if constexpr (Mask::kListed) tiles.meet(block.streamed);
+        return {mask, rows, mask.steps_of(rows.begin, tiles)};
     }
     // Whether the resident rows are other ones than those of the head before: the other side may share keys differently.
     __device__ bool new_rows(const Extents& n, int head) const {
@@ -221,7 +227,7 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
                 }
             }
             __syncwarp();  // a lane may not fall two rounds behind: parities could not tell
-            if (!kRowsAreQueries && lane == 0) mbarrier_arrive(shared.full(at.slot));
+            if (!kRowsAreQueries) warp_arrive(shared.full(at.slot));
             at.advance();
             walk.next();
             if (walk.more()) read(walk.row());
@@ -280,18 +286,19 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     extern __shared__ unsigned char memory[];
     const GradientArgs& args = all.base;
     const Extents& n = args.n;
-    const Task task(n);
+    Task task(n);
     if (Mask::kRagged && task.rows.begin >= task.row_count) return;
+    if (Mask::kListed && !settle_shares(task.block, args)) return;
     const Layout shared((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u);
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
-            mbarrier_init(shared.full(i), kRowsAreQueries ? 1 : 2);
-            mbarrier_init(shared.empty(i), kWarps);
+            mbarrier_init(shared.full(i), kRowsAreQueries ? 1 : 1 + kArrivals);
+            mbarrier_init(shared.empty(i), kWarps * kArrivals);
         }
         mbarrier_init(shared.rows_here(), 1);
-        mbarrier_init(shared.rows_free(), kWarps);
+        mbarrier_init(shared.rows_free(), kWarps * kArrivals);
         mbarrier_publish();
     }
     __syncthreads();
@@ -333,12 +340,13 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     const u64 ring_out = swizzled_descriptor(shared.ring + out_offset(kColumns), kColumns * 128);
 
     using Scores = float[kTiles][4];
+    HeldRows<kHeld> held;
     RingCursor<kRing> at, done;
     u32 rows_parity = 0;
     const auto arrived = [&] { mbarrier_wait(shared.full(at.slot), at.parity); };
     const auto release = [&] {  // the next slot in order
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared.empty(done.slot));
+        warp_arrive(shared.empty(done.slot));
         done.advance();
     };
     const auto skip = [&] {
@@ -348,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     };
     const auto multiply_scores = [&](Scores& t, Scores& s) {  // of the tile at hand
         const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
-        multiply_rows<Teacher, kRows, Teacher::kChunks>(t, rows_t, ring_t + offset, 0);
+        multiply_rows<Teacher, kRows, Teacher::kChunks>(t, rows_t, ring_t + offset, 0, 0, held);
         multiply_rows<Student, kRows, Student::kChunks>(s, rows_s, ring_s + offset, 0);
     };
     const auto hide_unseen = [&](Scores& dx, const Cursor<Mask>& walk, int slot) {
@@ -387,6 +395,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         if (task.new_rows(n, head)) {
             mbarrier_wait(shared.rows_here(), rows_parity);
             rows_parity ^= 1;
+            held.load<kRows>(shared.rows, 16 * (threadIdx.x / 32));
         }
         Cursor<Mask> walk = task.walk(task.mask(n, head));
         const auto wanted = [&] {
@@ -514,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             if (pending) release();
         }
         for (; walk.more(); walk.next()) skip();
-        if (head + 1 < task.end_head && task.new_rows(n, head + 1) && lane == 0) mbarrier_arrive(shared.rows_free());
+        if (head + 1 < task.end_head && task.new_rows(n, head + 1)) warp_arrive(shared.rows_free());
     }
 
     constexpr int bytes = OutElement::kBytes;
@@ -525,7 +534,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int r = row + 8 * half;
-        if (r >= task.row_count) continue;
         float factor = Logit::kFactor * args.out_scale;
         if constexpr (kRowsAreQueries) {
             const RowTerms x = read_terms<Logit>(args, mask, block.batch, block.head, r);  // again: registers are dear above
@@ -536,10 +544,21 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         }
 #pragma unroll
         for (int d = 0; d < kOutTiles; ++d) {
+            out[d][2 * half] *= factor;
+            out[d][2 * half + 1] *= factor;
+        }
+    }
+    if constexpr (Mask::kListed)
+        if (block.shares > 1 && !add_shares(out, block, block.batch * (n.heads / (task.end_head - task.first_head)) + block.head, args)) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int r = row + 8 * half;
+        if (r >= task.row_count) continue;
+#pragma unroll
+        for (int d = 0; d < kOutTiles; ++d) {
             const int column = 8 * d + 2 * (lane & 3);
             if (column < Out::kDim)
-                OutElement::store_pair(head_base + (r * args.out.row + column) * bytes, out[d][2 * half] * factor,
-                                       out[d][2 * half + 1] * factor);
+                OutElement::store_pair(head_base + (r * args.out.row + column) * bytes, out[d][2 * half], out[d][2 * half + 1]);
         }
     }
 }

@@ -25,12 +25,12 @@ struct AllOf : Parts... {
     using List = typename ListOf<Parts...>::Type;
     Place place;
 
-    // The place of one of the kernel's tiles, or of other ones.
+    // The place of a portion of the kernel's tiles, or of other ones.
     template <int ROWS = kRows, bool QUERIES = kRowsAreQueries>
-    __device__ static Place locate(const Extents& n, int head, int& tile) {
+    __device__ static Place locate(const Extents& n, int head, Portion& portion) {
         Place place{n.queries, n.keys, 0, 0, 0, 0};
         Words words{n.mask};
-        ((Parts::template locate<ROWS, QUERIES>(words, n, head, tile, place), words.at += Parts::kWords), ...);
+        ((Parts::template locate<ROWS, QUERIES>(words, n, head, portion, place), words.at += Parts::kWords), ...);
         return place;
     }
     __device__ AllOf(const Extents& n, const Place& place, int batch, int head) : AllOf(n, place, batch, head, Words{n.mask}) {}

@@ -1,8 +1,8 @@
 // Row i sees key j where the pattern of the head lists their block. Kernels read the pattern as lists made for their tiles
 // (stationary rows x streamed rows): per row tile the column tiles to visit, ascending, with a bit for each 16 x 16 part,
 // number (row / 16) * (kColumns / 16) + column / 16; parts outside the problem have theirs set.
-// Words: the addresses of offsets (heads, row tiles + 1), of entries, and of order (heads, row tiles), the row tiles with
-// the longest lists first; then the number of heads, of the problem or 1.
+// Words: the addresses of offsets (heads, row tiles + 1), of entries, and of portions (heads, as many as the grid has per
+// head), the longest first; then the number of heads, of the problem or 1.
 #pragma once
 #include "masks/interface.cuh"
 #include "common/search.cuh"
@@ -20,16 +20,16 @@ struct Blocks : Part {
 
     // The lists know the kernel's own tiles; others stay in their order.
     template <int ROWS, bool QUERIES>
-    __device__ static void locate(Words words, const Extents& n, int head, int& tile, Place&) {
+    __device__ static void locate(Words words, const Extents& n, int head, Portion& portion, Place&) {
         if constexpr (ROWS != kRows || QUERIES != kRowsAreQueries) return;
         words.at += 2;
-        const int* const order = words.pointer<int>();
-        tile = order[static_cast<i64>(words.number() == 1 ? 0 : head) * n.tiles + tile];
+        const Portion* const portions = words.pointer<Portion>();
+        portion = portions[static_cast<i64>(words.number() == 1 ? 0 : head) * n.tiles + portion.tile];
     }
     __device__ Blocks(Words& words, const Extents& n, const Place&, int, int head)
         : offsets(words.pointer<int>()), entries(words.pointer<uint4>()), first_row(0), first_column(0), bits(0) {
         words.at += 1;
-        offsets += static_cast<i64>(words.number() == 1 ? 0 : head) * (n.tiles + 1);
+        offsets += static_cast<i64>(words.number() == 1 ? 0 : head) * (ceil_div(kRowsAreQueries ? n.queries : n.keys, kRows) + 1);
     }
 
     __device__ Range steps_of(int row, Range tiles) const {

@@ -1,8 +1,8 @@
 // What a part of a mask must offer, as a struct of its own header that derives from `Part`, whose defaults hide nothing.
 // masks/all.cuh joins the parts of a problem to `struct Mask`, which is what kernels know:
 //
-//   locate<ROWS, QUERIES>(words, n, head, tile, place)   what the sequence of tile `tile` owns, where tiles are ROWS queries or
-//                                              keys; `tile` becomes the tile inside it
+//   locate<ROWS, QUERIES>(words, n, head, portion, place)   what the sequence of tile `portion.tile` owns, where tiles are ROWS
+//                                              queries or keys; `tile` becomes the tile inside it
 //   Mask(n, place, batch, head)                reads its words from n.mask, in the registry's order; `head` is a query head
 //   Range keys_of(int q0, int q1)              smallest interval of keys that any row of [q0, q1) may see
 //   Range queries_of(int k0, int k1)           smallest interval of rows that may see any key of [k0, k1)
@@ -17,7 +17,7 @@
 //   kRagged   places differ from block to block, and around a place lie the rows of others
 //   kSparse   rows and keys inside the intervals may still see nothing
 //   kHoles    so may whole tiles: `touches` can be false
-//   kListed   the tiles to visit stand in a list; where the block's first row is follows from one too
+//   kListed   the tiles to visit stand in a list; which portion a block has follows from one too
 //
 // Kernels visit the tiles that the intervals, the list and `touches` leave, test `visible` only on tiles that are not full,
 // and fill operand rows that are not seen with zeros, so whatever such memory holds never enters a product.
@@ -32,6 +32,15 @@ struct Place {
     int queries, keys, first_query, first_key;
     int diagonal;  // what the place adds to offsets of the diagonal
     int sequence;
+};
+
+// A tile of stationary rows, and which tiles a block streams past it: all, or one of several shares. Their sums lie in as many
+// places of a workspace, the first of them numbered `slot`.
+struct Portion {
+    int tile;
+    int share, shares;  // 0 shares: nothing to do
+    int slot;
+    Range streamed;
 };
 
 // A mask's words of the arguments, taken one after the other.
@@ -53,7 +62,7 @@ struct Part {
     static constexpr bool kRagged = false, kSparse = false, kHoles = false, kListed = false;
     static constexpr int kWords = 0;
     template <int ROWS, bool QUERIES>
-    __device__ static void locate(Words, const Extents&, int, int&, Place&) {}
+    __device__ static void locate(Words, const Extents&, int, Portion&, Place&) {}
     __device__ static Range keys_of(int, int) { return {0, kNoLimit}; }
     __device__ static Range queries_of(int, int) { return {0, kNoLimit}; }
     __device__ static bool touches(int, int, int, int) { return true; }

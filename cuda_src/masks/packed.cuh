@@ -18,17 +18,17 @@ struct Packed : Part {
         return {begin, max(begin, min(bounds[s + 1], total))};
     }
     template <int ROWS, bool QUERIES>
-    __device__ static void locate(Words words, const Extents& n, int, int& tile, Place& place) {
+    __device__ static void locate(Words words, const Extents& n, int, Portion& portion, Place& place) {
         const bool offset_given = words.next();
         const int* const queries = words.pointer<int>();
         const int* const keys = words.pointer<int>();
         const int* const mine = QUERIES ? queries : keys;
-        const int total = QUERIES ? n.queries : n.keys, wanted = tile;
+        const int total = QUERIES ? n.queries : n.keys, wanted = portion.tile;
         const auto start = [&](int s) { return max(0, min(mine[s], total)) / ROWS + s; };
         const int s = last_where(n.sequences, [&](int i) { return start(i) <= wanted; });
         const Range q = span(queries, s, n.sequences, n.queries, QUERIES), k = span(keys, s, n.sequences, n.keys, !QUERIES);
         place = {q.end - q.begin, k.end - k.begin, q.begin, k.begin, 0, s};
         if (!offset_given) place.diagonal = place.keys - place.queries;
-        tile = max(0, tile - start(s));
+        portion.tile = max(0, wanted - start(s));
     }
 };

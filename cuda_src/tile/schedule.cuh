@@ -4,9 +4,9 @@
 #include "common/config.cuh"
 #include "masks/interface.cuh"
 
-struct Block {
-    int batch, head, tile;
-    int split;  // which share of the streamed tiles
+struct Block : Portion {
+    int batch, head;
+    int split;  // which part of the streamed tiles, where the launch splits those of all
 };
 
 // Heads are taken in groups whose streamed operands fit the L2 cache together. Within a group the longest tiles of all
@@ -15,7 +15,8 @@ __device__ inline Block block_of(const Extents& n, int heads, int pairs, bool la
     const int block = blockIdx.x / n.splits, per_group = n.head_group * n.tiles, group = block / per_group, index = block % per_group;
     const int size = min(n.head_group, pairs - group * n.head_group);
     const int pair = group * n.head_group + index % size, tile = index / size;
-    return {pair / heads, pair % heads, last_first ? n.tiles - 1 - tile : tile, static_cast<int>(blockIdx.x % n.splits)};
+    const Portion portion{last_first ? n.tiles - 1 - tile : tile, 0, 1, 0, {0, kNoLimit}};
+    return {portion, pair / heads, pair % heads, static_cast<int>(blockIdx.x % n.splits)};
 }
 
 // The tiles that cover `rows`, `columns` to a tile.
@@ -23,10 +24,10 @@ __device__ inline Range covering(Range rows, int columns) {
     return rows.empty() ? Range{0, 0} : Range{rows.begin / columns, ceil_div(rows.end, columns)};
 }
 
-// The block's share of `steps`.
-__device__ inline Range share_of(Range steps, const Block& block, const Extents& n) {
-    const int share = ceil_div(max(steps.end - steps.begin, 0), n.splits), begin = min(steps.begin + block.split * share, steps.end);
-    return {begin, min(begin + share, steps.end)};
+// The block's part of `steps`.
+__device__ inline Range split_of(Range steps, const Block& block, const Extents& n) {
+    const int part = ceil_div(max(steps.end - steps.begin, 0), n.splits), begin = min(steps.begin + block.split * part, steps.end);
+    return {begin, min(begin + part, steps.end)};
 }
 
 // Visits the tiles of streamed rows that a mask leaves for the stationary rows [rows.begin, rows.end), upwards or downwards;

@@ -3,6 +3,7 @@
 #pragma once
 #include "common/args.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/element.cuh"
@@ -27,17 +28,36 @@ __device__ inline void load_chunks(u32 shared, const TensorMap& map, u32 barrier
         tma_load(shared + c * ROWS * 128, map, barrier, 64 * (first_chunk + c), row, head, batch);
 }
 
+// The first STEPS 16-column steps of a warp's 16 stationary rows, in registers as operand A. A product of 64 x 64 x 16 that reads
+// both operands from shared memory takes all that it delivers; one that reads a single operand leaves room for everybody else.
+template <int STEPS>
+struct HeldRows {
+    u32 step[STEPS > 0 ? STEPS : 1][4];
+
+    // From a tile of ROWS rows; `row` is the warp's first.
+    template <int ROWS>
+    __device__ void load(u32 tile, int row) {
+        const int mine = row + (threadIdx.x & 15), piece = threadIdx.x / 16 & 1;
+#pragma unroll
+        for (int k = 0; k < STEPS; ++k)
+            ldmatrix_x4(step[k], tile + (k / 4 * ROWS + mine) * 128 + (((2 * (k % 4) + piece) ^ (mine & 7)) << 4));
+    }
+};
+
 // Issues scores = stationary rows * streamed rows^T over CHUNKS chunks of the head dim, `first_chunk` on; the scores start
 // afresh with chunk `start`. Descriptors of the warpgroup's rows in the first chunk of a tile of ROWS rows, and of the chunk
-// `first_chunk` of as many streamed rows as the scores have columns.
-template <class Side, int ROWS, int CHUNKS, int TILES>
-__device__ inline void multiply_rows(float (&scores)[TILES][4], u64 stationary, u64 streamed, int first_chunk, int start = 0) {
+// `first_chunk` of as many streamed rows as the scores have columns. Of stationary rows, the `held` steps come from there.
+template <class Side, int ROWS, int CHUNKS, int TILES, int HELD = 0>
+__device__ inline void multiply_rows(float (&scores)[TILES][4], u64 stationary, u64 streamed, int first_chunk, int start = 0,
+                                     const HeldRows<HELD>& held = {}) {
 #pragma unroll
     for (int k = 0; k < 4 * CHUNKS; ++k) {
         const int step = 4 * first_chunk + k;
-        if (step < Side::kSteps)
-            wgmma<Side::kHalf, 0, 0>(scores, stationary + ((step / 4 * ROWS * 128 + step % 4 * 32) >> 4),
-                                     streamed + ((k / 4 * TILES * 1024 + k % 4 * 32) >> 4), step > 4 * start);
+        const u64 columns = streamed + ((k / 4 * TILES * 1024 + k % 4 * 32) >> 4);
+        if (step < HELD)
+            wgmma<Side::kHalf, 0>(scores, held.step[step < HELD ? step : 0], columns, step > 4 * start);
+        else if (step < Side::kSteps)
+            wgmma<Side::kHalf, 0, 0>(scores, stationary + ((step / 4 * ROWS * 128 + step % 4 * 32) >> 4), columns, step > 4 * start);
     }
 }
 

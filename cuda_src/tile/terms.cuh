@@ -28,35 +28,26 @@ __device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask
     return {seen ? kLog2e * lse_t : 0.f, seen ? kLog2e * lse_s : 0.f, seen ? weight : 0.f, seen ? kLog2e * value : 0.f};
 }
 
-// Terms of COLUMNS streamed queries side by side, as floats: of each pair of queries both log-sum-exps of both, then of each
-// pair the weights and, where the logit gradient needs them, the values. A lane's accumulators belong to pairs.
+// Terms of COLUMNS streamed queries, as floats: all log-sum-exps of the teacher, all of the student, the weights and, where the
+// logit gradient needs them, the values. A lane's accumulators belong to pairs of queries, and the eight lanes that share a pair
+// get its two floats in one wavefront; of four floats side by side they would take four.
 template <class Logit, int COLUMNS>
 struct TermLayout {
     static constexpr int kPerQuery = Logit::kNeedsValue ? 4 : 3;
     static constexpr int kFloats = kPerQuery * COLUMNS;
 
-    __device__ static int lse(int pair) { return 4 * pair; }
-    __device__ static int rest(int pair) { return 2 * COLUMNS + (2 * kPerQuery - 4) * pair; }
     __device__ static void write(float* tile, int column, const RowTerms& x) {
-        float* const lses = tile + lse(column / 2) + column % 2;
-        float* const others = tile + rest(column / 2) + column % 2;
-        lses[0] = x.lse_t;
-        lses[2] = x.lse_s;
-        others[0] = x.weight;
-        if constexpr (Logit::kNeedsValue) others[2] = x.value;
+        tile[column] = x.lse_t;
+        tile[COLUMNS + column] = x.lse_s;
+        tile[2 * COLUMNS + column] = x.weight;
+        if constexpr (Logit::kNeedsValue) tile[3 * COLUMNS + column] = x.value;
     }
     // From shared memory.
     __device__ static void read(RowTerms (&x)[2], u32 tile, int pair) {
-        const float4 lses = shared_float4(tile + 4 * lse(pair));
-        float4 others = {0.f, 0.f, 0.f, 0.f};
-        if constexpr (Logit::kNeedsValue) {
-            others = shared_float4(tile + 4 * rest(pair));
-        } else {
-            const float2 weights = shared_float2(tile + 4 * rest(pair));
-            others.x = weights.x;
-            others.y = weights.y;
-        }
-        x[0] = {lses.x, lses.z, others.x, others.z};
-        x[1] = {lses.y, lses.w, others.y, others.w};
+        const auto two = [&](int vector) { return shared_float2(tile + 4 * COLUMNS * vector + 8 * pair); };
+        const float2 lse_t = two(0), lse_s = two(1), weight = two(2);
+        const float2 value = Logit::kNeedsValue ? two(3) : float2{0.f, 0.f};
+        x[0] = {lse_t.x, lse_s.x, weight.x, value.x};
+        x[1] = {lse_t.y, lse_s.y, weight.y, value.y};
     }
 };

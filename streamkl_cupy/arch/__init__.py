@@ -18,7 +18,7 @@ SIDES = ("teacher", "student")
 # Bytes of the argument structs in cuda_src/common/args.cuh; launch.py packs them, the kernels assert them.
 MASK_WORDS = 12
 _EXTENTS = 10 * 4 + MASK_WORDS * 8
-ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + _EXTENTS + 16, "gradient": 4 * 40 + 4 * 32 + 40 + _EXTENTS + 16}
+ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + _EXTENTS + 16, "gradient": 4 * 40 + 4 * 32 + 40 + _EXTENTS + 32}
 ARGS_BYTES["fused"] = ARGS_BYTES["gradient"] + 40 + 8
 ARGS_BYTES["key_bits"] = 4 * 8 + 2 * 4
 
@@ -186,6 +186,10 @@ class Family(ABC):
     def helpers(self, work: Work) -> tuple[int, int]:
         """Blocks per query head, and threads of each, of the kernels that run before and after a fused one."""
         return 0, 0
+
+    def shares_lists(self, work: Work) -> bool:
+        """Whether blocks can share the list of one row tile."""
+        return False
 
     def fitting(self, work: Work, facts: DeviceFacts) -> list[TileRow]:
         """The rows of the table that this work and this GPU allow."""

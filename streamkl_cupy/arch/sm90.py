@@ -9,7 +9,8 @@ and of a gradient, with terms = 12 or 16 bytes per streamed query (and those 16 
     1024 + (rows + stages * columns) * (chunks(D_t) + chunks(D_s)) * 128 + stages * (columns * terms + 16) + barriers
 
 Registers: a consumer thread of the forward holds 64 scores (32 of each side) and its row states; one of a gradient
-`columns` scores, the half of them packed, and D / 2 sums of the output. The producer needs few.
+`columns` scores, the half of them packed, D / 2 sums of the output and 4 for each step of resident rows that it holds.
+The producer needs few.
 128 * (groups * consumer + producer) must fit what a launch gets: 65,536 registers per multiprocessor, rounded down to a
 multiple of 8 per thread (64,512 with two consumers).
 """
@@ -28,45 +29,66 @@ MAX_STRIDE_BYTES = 1 << 40
 MIN_STREAMED_QUERIES = 256  # 1000 heads of 128 queries: 0.080 ms against 0.050 ms of the portable kernel (D = 64)
 
 
+ARRIVING_LANES = 1
+"""Lanes of a warp that arrive at a barrier: 1, or all 32 for checkers that take one lane's arrival for its own only."""
+
+
 @dataclass(frozen=True)
-class AheadRow(TileRow):
-    """A row of a gradient's table whose kernel multiplies the next tile's scores while it works on this one's."""
+class HopperRow(TileRow):
+    """A row of a table."""
+
+    held: int = 0
+    """Steps of 16 columns of the teacher's stationary rows that are kept in registers."""
+    ahead: bool = False
+    """The next tile's scores are multiplied while this one is turned into gradients."""
 
 
+# 8 heads x 8192, TFLOP/s on an H100 with 0, 2, 3, 4 steps held: D = 64 333, 351, 352, 349; D = 128 573, 579, 588, 576.
 _FORWARD = (
-    TileRow(16, 1, COLUMNS, 12, 1, 64, "four warpgroups hide latency better than any explicit overlap of two or three"),
-    TileRow(16, 1, COLUMNS, 6, 1, 128, "the same; pieces of 128 columns halve the barriers"),
-    TileRow(8, 1, COLUMNS, 6, 2, 64, "few rows to a head: two blocks per multiprocessor hide each other's start"),
-    TileRow(8, 1, COLUMNS, 12, 1, 128, "few rows in all: twice the blocks"),
-    TileRow(16, 1, COLUMNS, 8, 1, 256, "320 columns of both sides together"),
-    TileRow(12, 1, COLUMNS, 10, 1, 256, "192 rows where 256 do not fit"),
-    TileRow(8, 1, COLUMNS, 8, 1, 576, "128 rows where 192 do not fit"),
-    TileRow(8, 1, COLUMNS, 6, 1, 576, "576 and 128 together"),
-    TileRow(4, 1, COLUMNS, 12, 1, 576, "the widest sides"),
+    HopperRow(
+        16,
+        1,
+        COLUMNS,
+        12,
+        1,
+        64,
+        "four warpgroups hide latency better than any explicit overlap of two or three",
+        held=3,
+    ),
+    HopperRow(16, 1, COLUMNS, 6, 1, 128, "the same; pieces of 128 columns halve the barriers", held=3),
+    HopperRow(8, 1, COLUMNS, 6, 2, 64, "few rows to a head: two blocks per multiprocessor hide each other's start"),
+    HopperRow(8, 1, COLUMNS, 12, 1, 128, "few rows in all: twice the blocks"),
+    HopperRow(16, 1, COLUMNS, 8, 1, 256, "320 columns of both sides together"),
+    HopperRow(12, 1, COLUMNS, 10, 1, 256, "192 rows where 256 do not fit"),
+    HopperRow(8, 1, COLUMNS, 8, 1, 576, "128 rows where 192 do not fit"),
+    HopperRow(8, 1, COLUMNS, 6, 1, 576, "576 and 128 together"),
+    HopperRow(4, 1, COLUMNS, 12, 1, 576, "the widest sides"),
 )
 
-# Both student gradients, 8 heads x 8192, TFLOP/s of the operation on an H100. D = 64: 301 as below; with keys in 128
-# columns 285, both in 96 282, 64 with six stages 254, four warpgroups of 32 columns 256, three of 64 241. D = 128: 96
-# columns 412, 80 387, 64 with four stages 368, 112 with two stages 290, three warpgroups of 48 329.
+# Both student gradients, 8 heads x 8192, TFLOP/s of the operation on an H100. D = 64: 312 as below, with nothing held
+# in registers 296; so also keys in 128 columns 285, both in 96 282, 64 with six stages 254, four warpgroups of 32
+# columns 256, three of 64 241. D = 128: 427 as below, with nothing held 407; so also 80 columns 387, 64 with four
+# stages 368, 112 with two stages 290, three warpgroups of 48 329.
 _GRADIENT_Q = (
-    TileRow(8, 1, 128, 4, 1, 64, "wide tiles: resident rows are read once per 128 columns"),
-    TileRow(8, 1, 96, 3, 1, 128, "the widest tile that leaves three stages"),
-    TileRow(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks"),
-    TileRow(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks"),
-    TileRow(8, 1, 64, 3, 1, 192, "320 columns of both sides together"),
-    TileRow(8, 1, 48, 2, 1, 256, "two stages beside the widest rows"),
+    HopperRow(8, 1, 128, 4, 1, 64, "wide tiles: resident rows are read once per 128 columns", held=2),
+    HopperRow(8, 1, 96, 3, 1, 128, "the widest tile that leaves three stages", held=3),
+    HopperRow(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks", max_mask=2),
+    HopperRow(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks"),
+    HopperRow(8, 1, 64, 3, 1, 192, "320 columns of both sides together"),
+    HopperRow(8, 1, 48, 2, 1, 256, "two stages beside the widest rows"),
 )
 
 _GRADIENT_K = (
-    AheadRow(8, 1, 64, 8, 1, 64, "the next scores while these are turned into gradients", max_mask=1),
-    TileRow(8, 1, 96, 3, 1, 128, "as for queries", max_mask=2),
-    TileRow(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks", max_mask=1),
-    TileRow(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks", max_mask=2),
-    TileRow(8, 1, 64, 3, 1, 128, "a mask's registers"),
-    TileRow(8, 1, 64, 3, 1, 192, "320 columns of both sides together", max_mask=2),
-    TileRow(4, 1, 64, 3, 1, 128, "few rows in all, and a mask's registers"),
-    TileRow(8, 1, 48, 2, 1, 256, "two stages beside the widest rows", max_mask=2),
-    TileRow(8, 1, 32, 3, 1, 256, "and a mask's registers"),
+    HopperRow(8, 1, 64, 8, 1, 64, "the next scores meanwhile", max_mask=0, held=3, ahead=True),
+    HopperRow(8, 1, 64, 8, 1, 64, "the same, and a mask's registers", max_mask=1, ahead=True),
+    HopperRow(8, 1, 96, 3, 1, 128, "as for queries", max_mask=2),
+    HopperRow(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks", max_mask=1),
+    HopperRow(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks", max_mask=2),
+    HopperRow(8, 1, 64, 3, 1, 128, "a mask's registers"),
+    HopperRow(8, 1, 64, 3, 1, 192, "320 columns of both sides together", max_mask=2),
+    HopperRow(4, 1, 64, 3, 1, 128, "few rows in all, and a mask's registers"),
+    HopperRow(8, 1, 48, 2, 1, 256, "two stages beside the widest rows", max_mask=2),
+    HopperRow(8, 1, 32, 3, 1, 256, "and a mask's registers"),
 )
 
 _TILES = {"forward": _FORWARD, "gradient_q": _GRADIENT_Q, "gradient_k": _GRADIENT_K}
@@ -147,19 +169,24 @@ class _Hopper(Family):
 
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
         if isinstance(tile, FusedRow):
-            return sm90_fused.constants(work, tile)
+            return {"SKL_ARRIVING_LANES": ARRIVING_LANES, **sm90_fused.constants(work, tile)}
         role = _role(work)
         if role == "gradient_q" and work.mask_level > 2:
             role += ", long mask"
-        if isinstance(tile, AheadRow):
+        assert isinstance(tile, HopperRow), tile
+        if tile.ahead:
             role += ", ahead"
+        # Masks with holes need the registers where sums of the output do too.
+        held = tile.held if work.kind == "forward" or work.mask_level < 2 else 0
         consumer, producer = _REGISTERS[role][tile.warps // 4, tile.min_blocks]
         return {
             **(
                 {"SKL_PIECE_CHUNKS": self._piece_chunks(tile)}
                 if work.kind == "forward"
-                else {"SKL_AHEAD": int(isinstance(tile, AheadRow))}
+                else {"SKL_AHEAD": int(tile.ahead)}
             ),
+            "SKL_HELD_STEPS": min(held, -(-work.problem.teacher.dim // 16)),
+            "SKL_ARRIVING_LANES": ARRIVING_LANES,
             "SKL_MIN_BLOCKS": tile.min_blocks,
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
@@ -173,6 +200,9 @@ class _Hopper(Family):
         return tuple(
             (name, tile.rows if name.endswith("_k") == work.rows_are_keys else tile.columns) for name in INPUT_NAMES
         )
+
+    def shares_lists(self, work: Work) -> bool:
+        return work.kind != "forward"
 
     def workspace_bytes(self, work: Work) -> int:
         return sm90_fused.workspace_bytes(work)

@@ -32,12 +32,10 @@ class TileLists(NamedTuple):
     entries: (n, 4) uint32: tile, 0, and the 64 bits of its sub-blocks, low word first. Tiles ascend within a row tile.
         Bit (r // 16) * (columns // 16) + c // 16 is set where the sub-block of stationary row r and streamed column c
         is visible or lies beyond the matrix, so that a tile whose bits are all set needs no look at the pattern.
-    order: (P, row_tiles) int32, the row tiles of a head from the longest list to the shortest.
     """
 
     offsets: NDArray[np.int32]
     entries: NDArray[np.uint32]
-    order: NDArray[np.int32]
 
 
 class Axis(NamedTuple):
@@ -118,7 +116,6 @@ def tile_lists(offsets: NDArray[np.int32], blocks: NDArray[np.int32], rows: Axis
     return TileLists(
         frozen(starts.astype(np.int32)),
         frozen(np.concatenate(found) if found else np.zeros((0, 4), np.uint32)),
-        frozen(np.argsort(-counts, axis=1, kind="stable").astype(np.int32)),
     )
 
 

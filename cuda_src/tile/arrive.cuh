@@ -1,0 +1,12 @@
+// Arrivals of whole warps. One lane arrives for all, after something that orders the others before it. The race checker of
+// compute-sanitizer follows arrivals lane by lane and takes that for a race: for it, a plan lets all lanes arrive.
+#pragma once
+#include "ptx/mbarrier.cuh"
+#include "tile/fragment.cuh"
+
+constexpr int kArrivals = SKL_ARRIVING_LANES;  // of a warp
+static_assert(kArrivals == 1 || kArrivals == 32, "plan: one lane arrives, or all");
+
+__device__ inline void warp_arrive(u32 barrier) {
+    if (kArrivals > 1 || lane_id() == 0) mbarrier_arrive(barrier);
+}

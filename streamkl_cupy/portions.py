@@ -1,0 +1,113 @@
+"""Which block works on what: the row tiles of a pattern's lists, the longest first, very long ones shared."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from .patterns import BlockPattern
+
+NO_LIMIT = 2**31 - 1
+
+
+class Lists(NamedTuple):
+    """What is known of a pattern's tile lists without making them; all are (P, row tiles) int64.
+
+    lengths: About how many tiles are in a list; of rows of several blocks, what the longest of these visits.
+    first, stop: All of them lie in [first, stop).
+    """
+
+    lengths: NDArray[np.int64]
+    first: NDArray[np.int64]
+    stop: NDArray[np.int64]
+
+
+class Portions(NamedTuple):
+    """What the blocks of a launch work on, per head of the pattern.
+
+    entries: (P, n, 6) int32, from long to short, as masks/interface.cuh has it: the row tile, which share of its list,
+        of how many, the first of the places for the sums of these, and which streamed tiles, from and to. Heads with
+        fewer portions than others end in some of 0 shares. Places count from `slots` times the head of the launch on,
+        and one that needs fewer than `slots` leaves some to others.
+    slots: Places per head of the launch.
+    """
+
+    entries: NDArray[np.int32]
+    slots: int
+
+
+def survey(pattern: BlockPattern, rows: int, columns: int, by_keys: bool, group: int) -> Lists:
+    """What `pattern.tile_lists(rows, columns, by_keys)` will be like.
+
+    `group` neighbouring heads have their lists walked by one block, one after the other; each of them gets what they
+    have together.
+    """
+    offsets, blocks, size, block, width = (
+        (pattern.column_offsets, pattern.query_blocks, pattern.keys, pattern.key_block, pattern.query_block)
+        if by_keys
+        else (pattern.row_offsets, pattern.key_blocks, pattern.queries, pattern.query_block, pattern.key_block)
+    )
+    begin, end = offsets[:, :-1], offsets[:, 1:]
+    counts = (end - begin).astype(np.int64)
+    listed = np.append(blocks, 0).astype(np.int64)  # where a list is empty, what is read is not used
+    start = np.arange(0, size, rows)
+    low, last = start // block, (np.minimum(start + rows, size) - 1) // block
+    # The row blocks of a row tile, one after the other; of fewer than the most, the last one again.
+    steps = [np.minimum(low + step, last) for step in range(int((last - low).max(initial=0)) + 1)]
+
+    def of_tiles(values: NDArray[np.int64], reduce: np.ufunc) -> NDArray[np.int64]:
+        found: NDArray[np.int64] = reduce.reduce([values[:, at] for at in steps])
+        return found
+
+    def of_groups(values: NDArray[np.int64], reduce: np.ufunc) -> NDArray[np.int64]:
+        if len(values) == 1:
+            return values * group if reduce is np.add else values
+        apart = values.reshape(len(values) // group, group, len(start))
+        return np.repeat(reduce.reduce(apart, axis=1), group, axis=0)
+
+    lengths = of_tiles(-(-counts * width // columns), np.maximum)
+    first = of_tiles(np.where(counts > 0, listed[begin] * width // columns, NO_LIMIT), np.minimum)
+    stop = of_tiles(np.where(counts > 0, -(-(listed[end - 1] + 1) * width // columns), 0), np.maximum)
+    return Lists(of_groups(lengths, np.add), of_groups(first, np.minimum), of_groups(stop, np.maximum))
+
+
+def portions(lists: Lists, longest: int = 0, group: int = 1) -> Portions:
+    """Portions from what the lists are like.
+
+    Longer lists are cut where all others are, so that blocks that run side by side stream the same rows; scattered ones
+    at every second of these tiles, every fourth and so on, or their shares would have next to nothing.
+
+    Args:
+        lists: As `survey` has them.
+        longest: Tiles that one block takes, about; 0 cuts no list.
+        group: Heads whose lists one block walks.
+    """
+    lengths, first, stop = lists
+    cut = (lengths > longest) & (longest > 0)
+    sparse = np.where(cut, np.maximum(stop - first, 1) * group / np.maximum(lengths, 1), 1)
+    piece = max(longest // group, 1) << np.floor(np.log2(np.maximum(sparse, 1))).astype(np.int64)
+    low = np.where(cut, first // piece, 0)
+    shares = np.where(cut, -(-stop // piece), 1) - low
+    entries = np.zeros((len(lengths), int(shares.sum(axis=1).max(initial=0)), 6), np.int32)
+    places = np.where(shares > 1, shares, 0)
+    needed = places.sum(axis=1)
+    # Of a launch's heads, each of which has the places of one head of its group.
+    apart = needed[::group] if len(needed) > 1 else needed
+    slots = -(-int(apart.sum()) // len(apart))
+    starts = np.repeat(np.cumsum(apart) - apart - slots * np.arange(len(apart)), group if len(needed) > 1 else 1)
+    for head, count in enumerate(shares):
+        tile = np.repeat(np.arange(len(count)), count)
+        share = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+        slot = starts[head] + np.cumsum(places[head]) - places[head]
+        begin = np.where(count[tile] > 1, (low[head][tile] + share) * piece[head][tile], 0)
+        end = np.where(count[tile] > 1, begin + piece[head][tile], NO_LIMIT)
+        span = np.maximum(stop[head] - first[head], 1)[tile]
+        overlap = np.minimum(end, stop[head][tile]) - np.maximum(begin, first[head][tile])
+        length = lengths[head][tile] * np.where(count[tile] > 1, overlap / span, 1)
+        made = np.stack([tile, share, count[tile], slot[tile], begin, end], axis=1)
+        entries[head, : len(made)] = made[np.lexsort((begin, -length))]
+    entries.setflags(write=False)
+    return Portions(entries, slots)
