@@ -88,7 +88,7 @@ def portions(lists: Lists, longest: int = 0, group: int = 1) -> Portions:
     lengths, first, stop = lists
     cut = (lengths > longest) & (longest > 0)
     sparse = np.where(cut, np.maximum(stop - first, 1) * group / np.maximum(lengths, 1), 1)
-    piece = max(longest // group, 1) << np.floor(np.log2(np.maximum(sparse, 1))).astype(np.int64)
+    piece = max(-(-longest // group), 1) << np.floor(np.log2(np.maximum(sparse, 1))).astype(np.int64)
     low = np.where(cut, first // piece, 0)
     shares = np.where(cut, -(-stop // piece), 1) - low
     entries = np.zeros((len(lengths), int(shares.sum(axis=1).max(initial=0)), 6), np.int32)

@@ -422,7 +422,7 @@ def test_portions_cover_every_list_once(longest: int, group: int, rng: np.random
             assert count <= 2 * length / longest + 2
             if count > 1:
                 (size,) = set(shares[:, 5] - shares[:, 4])
-                assert math.log2(size / max(longest // group, 1)).is_integer()
+                assert math.log2(size / -(-longest // group)).is_integer()
                 assert (shares[:, 4] % size == 0).all()
                 assert len(set(shares[:, 3])) == 1
                 if head % group == 0:
