@@ -403,7 +403,10 @@ def _forward_callback(options: Options, lead: int, masked: tuple[str, ...]) -> C
         for part, seen in _unfold(views, mask_views, lead, options.layout):
             given = arrays.Inputs(*part[:4])
             ready = calls.prepare(given, options, seen)
-            workspace = _address(out[3:], ready.workspace_bytes)
+            # vmap may bring other launches than were planned.
+            workspace, room = _lent(out[3:])
+            if room < ready.workspace_bytes:
+                workspace = 0
             ready.runner.forward(given, arrays.RowStats(*part[4:]), stream, workspace, seen)
 
     return callback
@@ -429,18 +432,15 @@ def _backward_callback(
             inputs = arrays.Inputs(*part[:4])
             runner = calls.prepare(inputs, options, seen).runner
             # vmap may bring other launches than were planned; what there is serves as far as it goes.
-            lent = out[len(wrt) :]
-            room = 4 * math.prod(lent[0].shape) if lent else 0
-            runner.backward(inputs, saved, outputs, stream, _address(lent, 0), seen, room)
+            workspace, room = _lent(out[len(wrt) :])
+            runner.backward(inputs, saved, outputs, stream, workspace, seen, room)
 
     return callback
 
 
-def _address(workspace: Sequence[Any], size: int) -> int:
-    """Where the workspace lies, if there is one and it has room: vmap may bring other launches than were planned."""
-    if not workspace or size > 4 * math.prod(workspace[0].shape):
-        return 0
-    return _pointer(workspace[0])
+def _lent(workspace: Sequence[Any]) -> tuple[int, int]:
+    """Where the workspace lies and how many bytes it has; zeros where there is none."""
+    return (_pointer(workspace[0]), 4 * math.prod(workspace[0].shape)) if workspace else (0, 0)
 
 
 def _view(name: str, buffer: Any) -> arrays.ArrayView:

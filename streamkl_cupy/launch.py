@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
 from .arch import ELEMENT_BYTES, MASK_WORDS, SIDES, DeviceFacts
@@ -254,8 +254,7 @@ class Runner:
         with self._guard:
             # All kernels first: what cannot be built must fail before anything is written.
             launches: list[tuple[_Kernel, list[tuple[int, int]], int]] = []
-            planned = self.plan.backward_bytes(tuple(wanted))
-            left = (planned if room is None else room) - self.plan.mask_bytes
+            left = inf if room is None else room - self.plan.mask_bytes
             memory = workspace + self.plan.mask_bytes if workspace and left >= 0 else 0
             for fused in self.plan.fused if memory else ():
                 q, k = fused.names

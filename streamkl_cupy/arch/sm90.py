@@ -65,10 +65,11 @@ _FORWARD = (
     HopperRow(4, 1, COLUMNS, 12, 1, 576, "the widest sides"),
 )
 
-# Both student gradients, 8 heads x 8192, TFLOP/s of the operation on an H100. D = 64: 312 as below, with nothing held
-# in registers 296; so also keys in 128 columns 285, both in 96 282, 64 with six stages 254, four warpgroups of 32
-# columns 256, three of 64 241. D = 128: 427 as below, with nothing held 407; so also 80 columns 387, 64 with four
-# stages 368, 112 with two stages 290, three warpgroups of 48 329.
+# Both student gradients, 8 heads x 8192, TFLOP/s of the operation on an H100. D = 64: 321 as below, keys with nothing
+# held in registers 314 (causal 300 and 284). D = 128: 435, dQ 2 % slower with nothing held. Earlier, where these tiles
+# gave 301 and 412, D = 64: keys in 128 columns 285, both in 96 282, 64 with six stages 254, four warpgroups of 32
+# columns 256, three of 64 241; D = 128: 80 columns 387, 64 with four stages 368, 112 with two stages 290, three
+# warpgroups of 48 329.
 _GRADIENT_Q = (
     HopperRow(8, 1, 128, 4, 1, 64, "wide tiles: resident rows are read once per 128 columns", held=2),
     HopperRow(8, 1, 96, 3, 1, 128, "the widest tile that leaves three stages", held=3),
