@@ -285,6 +285,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
             f"{work.name}: {blocks} blocks (batch {problem.batch} x heads {work.heads} x row tiles {tiles}) exceed the "
             f"grid limit of {MAX_GRID}; split the batch over several calls"
         )
+    at_once = facts.multiprocessors * tile.min_blocks
     entry, symbol = family.entry(kind)
     smem_bytes = family.smem_bytes(work, tile)
     parts = parts_of(problem.mask)
@@ -323,7 +324,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         tile=tile,
         smem_bytes=smem_bytes,
         tiles=tiles,
-        blocks=blocks * splits,
+        blocks=min(blocks, at_once) if family.stays(work) else blocks * splits,
         splits=splits,
         **schedule,
         threads=family.threads(tile),
@@ -338,7 +339,7 @@ def _portions(
     """Portions per head that a pattern's lists make, and what a kernel's plan says of them.
 
     No block takes more than half of what each multiprocessor has to do in all, and so many heads run side by side that
-    what they have to do takes twice as long as the longest of it.
+    what they have to do takes as long as the longest of it: with more, their sums do not stay in the cache.
     """
     problem = work.problem
     pairs, group = problem.batch * work.heads, max(problem.heads // max(work.heads, 1), 1)
@@ -348,7 +349,7 @@ def _portions(
     longest = max(-(-average // 2), MIN_TILES_IN_LIST) if family.shares_lists(work) else 0
     entries, slots = portions(lists, longest, group)
     most = int(lengths.max(initial=0))
-    together = -(-2 * pairs * (min(most, longest) if longest else most) // average)
+    together = -(-pairs * (min(most, longest) if longest else most) // average)
     # A counter per warp and a row tile's sums in float32 for every place.
     arrivals = -(-pairs * slots * tile.warps * 4 // 128) * 128
     sums = pairs * slots * tile.rows * -(-work.out_dim // 16) * 16 * 4

@@ -62,7 +62,7 @@ WALK = """
 // What is known of a pair must be the same whoever asks. Returns the number of the first broken rule; 0 for none.
 template <int STEP>
 int walk(const Extents& n, int heads, int group, unsigned char* seen, int* written, int* visits) {
-    Block block = block_of(n, heads, n.batch * heads, kRowsAreQueries && !Mask::kListed);
+    Block block = block_of(blockIdx.x, n, heads, n.batch * heads, kRowsAreQueries && !Mask::kListed);
     const Place place = Mask::locate(n, block.head * group, block);
     const int row_count = kRowsAreQueries ? place.queries : place.keys;
     const int column_count = kRowsAreQueries ? place.keys : place.queries;

@@ -59,7 +59,9 @@ def test_every_plan_fits_its_gpu(arch: str, dims: tuple[int, int], dtypes: tuple
         assert kernel.smem_bytes <= facts.smem_per_block
         assert kernel.threads <= 1024
         assert kernel.threads % 32 == 0
-        assert kernel.blocks == 8 * kernel.tiles * kernel.splits
+        portions = 8 * kernel.tiles * kernel.splits
+        stays = kernel.entry.endswith("fused_sm90.cu")  # a block per multiprocessor takes one after the other
+        assert kernel.blocks == (min(portions, facts.multiprocessors) if stays else portions)
     assert [name for name, _ in p.gradients] == [n for n in INPUT_NAMES if dims[n.startswith("student")] <= 256]
     assert str(p) == str(plan(arch, dims=dims, dtypes=dtypes))
 
@@ -146,7 +148,7 @@ def test_both_gradients_of_a_side_share_a_pass_where_that_can_be() -> None:
     (student,) = p.fused  # a gradient of 192 columns does not fit
     assert student.names == ("student_q", "student_k")
     tiles = -(-1000 // 64)
-    assert student.workspace_bytes == -(-4 * 2 * 6 * tiles * (64 * (128 + 3) + 1) // 128) * 128
+    assert student.workspace_bytes == -(-4 * (2 * 6 * tiles * (64 * (128 + 3) + 1) + 1) // 128) * 128
     # Little more than one float32 gradient of the queries.
     assert student.workspace_bytes < 1.1 * 4 * 2 * 6 * 1000 * 128
     assert [kernel.blocks for kernel in student.kernels] == [2 * 6 * tiles, 2 * 2 * -(-3000 // 128), 2 * 6 * tiles]
@@ -168,6 +170,21 @@ def test_both_gradients_of_a_side_share_a_pass_where_that_can_be() -> None:
         for side in SIDES:
             assert re.search(f"{side}: a kernel per gradient .*{why}", str(unfused))
     assert plan().unfused == ()
+
+
+def test_one_pass_blocks_fill_the_gpu_once_and_their_registers_fit() -> None:
+    for dims, mask in itertools.product(((64, 64), (128, 128), (96, 96), (128, 64)), (MaskSpec(), MaskSpec(("keys",)))):
+        for fused in plan(dims=dims, mask=mask).fused:
+            prepare, main, finish = fused.kernels
+            assert main.blocks == facts_for_arch("sm_90").multiprocessors
+            assert prepare.blocks == finish.blocks == 8 * -(-8192 // 64)
+            constants = dict(main.constants)
+            consumer, query_gradient, producer = (
+                int(constants[f"SKL_{name}_REGISTERS"]) for name in ("CONSUMER", "DQ", "PRODUCER")
+            )
+            # Four warpgroups of 128 threads; a multiprocessor has 65,536.
+            assert 128 * (2 * consumer + query_gradient + producer) <= 65536
+            assert {consumer % 8, query_gradient % 8, producer % 8} == {0}
 
 
 def test_heads_side_by_side_are_groups_of_one_size() -> None:

@@ -30,7 +30,7 @@ static_assert(kQueryBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ ForwardArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
-    Block block = block_of(n, n.heads, n.batch * n.heads, !Mask::kListed);
+    Block block = block_of(blockIdx.x, n, n.heads, n.batch * n.heads, !Mask::kListed);
     const Place place = Mask::locate(n, block.head, block);
     const Mask mask(n, place, block.batch, block.head);
 

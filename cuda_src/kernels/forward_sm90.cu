@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     extern __shared__ unsigned char shared[];
     const ForwardArgs& args = all.base;
     const Extents& n = args.n;
-    Block block = block_of(n, n.heads, n.batch * n.heads, !Mask::kListed);
+    Block block = block_of(blockIdx.x, n, n.heads, n.batch * n.heads, !Mask::kListed);
     const Place place = Mask::locate(n, block.head, block);
     const Mask mask(n, place, block.batch, block.head);
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, place.queries);

@@ -11,20 +11,22 @@
 //   sums       [own D / 8][...] floats, in the order in which the accumulators of the dQ product hold them
 //   terms      of the queries, as tile/terms.cuh lays them out; narrow types: g times what takes back a row's scale
 //   exponents  int, types of narrow exponent only: the largest exponent of g * bound
+//   taken      one int: portions that blocks have taken beyond their first
 //
-// Main kernel:
+// Main kernel, whose blocks stay and take one portion after the other (tile/visits.cuh):
 //
-//   block     kRows keys of one own key head, resident in shared memory
-//   producer  one warp, whose first lane issues copies (lists of tiles are searched by whole warps); streams queries,
-//             kColumns at a time: other side and own side through a ring each, the own one with the terms. Other keys are
-//             loaded anew where the query head reads other ones
+//   portion   kRows keys of one own key head, resident in shared memory
+//   producer  one warp, whose first lane issues copies (lists of tiles are searched by whole warps); finds portions and streams
+//             queries, kColumns at a time: other side and own side through a ring each, the own one with the terms. Other
+//             keys are loaded anew where the query head reads other ones
 //   consumers two warpgroups, 64 of every 128 keys each: both scores, transposed (keys x queries), become dX^T, which is
 //             operand A of dK from registers, and goes through shared memory to
-//   dQ        one warpgroup: dX (read transposed) times the own keys, 64 columns at a time; each warp stages its rows in
-//             shared memory and has the copy engine add them to the sums
+//   dQ        one warpgroup: dX (read transposed) times the own keys, kWide x 64 columns at a time; each warp stages its rows
+//             in shared memory and has the copy engine add them to the sums
 //
 //   barrier        arrivals                    waited for by
-//   own_keys       1 (+ bytes)                 consumers and dQ, once
+//   own_keys       1 (+ bytes)                 consumers and dQ
+//   own_keys_free  one per warp of these       the producer: own keys may be overwritten
 //   keys_full      1 (+ bytes)                 consumers: other keys are here
 //   keys_empty     one per consumer warp       the producer: other keys may be overwritten
 //   other_full[i]  1 (+ bytes)                 consumers
@@ -49,6 +51,7 @@
 #include "tile/schedule.cuh"
 #include "tile/shares.cuh"
 #include "tile/swizzled.cuh"
+#include "tile/visits.cuh"
 #include "@mask"
 #include "@divergence"
 #include "tile/terms.cuh"
@@ -79,10 +82,13 @@ constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^
 
 constexpr int kHelperThreads = 128;  // of the kernels before and after
 constexpr int kTurnBarrier = kGroups + 2;  // one per consumer; those before are the warpgroups' own
-constexpr int kOutTiles = 2 * Own::kSteps;  // tiles of 8 columns of dK
+constexpr int kOutTiles = 2 * Own::kSteps;  // tiles of 8 columns of dK and dQ
 
 constexpr int kOwnTileBytes = Own::bytes(kColumns), kOtherTileBytes = Other::bytes(kColumns);
 constexpr int kHeld = SKL_HELD_STEPS;  // of the consumers' own keys
+constexpr bool kEarlyWaits = SKL_EARLY_WAITS;  // for the next tile's copies, before taking the turn
+constexpr bool kReadAgain = SKL_READ_AGAIN;    // what shared memory has, in every step, where no register is left for it
+constexpr int kWide = SKL_WIDE_CHUNKS;         // chunks of dQ that one product makes
 constexpr int kSubs = kWarpTiles;             // a consumer works on 64 of every 128 keys of the block
 constexpr int kSubRows = kRows / kSubs;
 constexpr int kHandoverBytes = kSubRows * kColumns * 2;
@@ -98,17 +104,34 @@ constexpr int kHandoverAt = kOwnAt + kOwnRing * kOwnTileBytes;
 constexpr int kStagingAt = kHandoverAt + kHandovers * kHandoverBytes;
 constexpr int kTermsAt = kStagingAt + kStagings * kStagingBytes;
 constexpr int kBarriersAt = kTermsAt + kOwnRing * kTermBytes;
-constexpr int kBarriers = 3 + 2 * (kOtherRing + kOwnRing + kHandovers);
+constexpr int kBarriers = 4 + 2 * (kOtherRing + kOwnRing + kHandovers) + kVisitBarriers;
+constexpr int kVisitsAt = kBarriersAt + 8 * kBarriers;
 
 static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
+static_assert(Own::kChunks % kWide == 0, "plan: products of dQ are equally wide");
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
 static_assert(kSubs == 1 || (kSubs == 2 && Own::kChunks == 1), "plan: registers hold two gradients of up to 64 columns");
 static_assert(sizeof(HopperFusedArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperFusedArgs differ");
-static_assert(1024 + kBarriersAt + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
+static_assert(1024 + kVisitsAt + kVisits * sizeof(Visit) == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 template <int N>
 struct Value {
     static constexpr int value = N;
+};
+
+// Where a consumer is in the ring of the other side: one register will do where that has a power of two places, at the price
+// of instructions, and masks need it.
+template <bool COUNTS = Mask::kParts != 0 && (kOtherRing & (kOtherRing - 1)) == 0>
+struct OtherCursor : RingCursor<kOtherRing> {
+    __device__ int place() const { return this->slot; }
+    __device__ u32 phase() const { return this->parity; }
+};
+template <>
+struct OtherCursor<true> {
+    u32 count = 0;
+    __device__ int place() const { return count % kOtherRing; }
+    __device__ u32 phase() const { return count / kOtherRing & 1; }
+    __device__ void advance() { ++count; }
 };
 
 // Blocks side by side should stream the same rows, or they all come from memory. Shares of lists, and the lists of causal
@@ -131,6 +154,7 @@ struct Workspace {
     float* sums;
     float* terms;
     int* exponents;
+    int* taken;
     int heads, tiles;
 
     __device__ explicit Workspace(const FusedArgs& args) {
@@ -142,6 +166,7 @@ struct Workspace {
         sums = reinterpret_cast<float*>(args.workspace);
         terms = sums + entries * (kColumns * Own::kDim);
         exponents = reinterpret_cast<int*>(terms + entries * Terms::kFloats);
+        taken = exponents + entries;
     }
     // Of a tile of 64 queries, counted in its place.
     __device__ i64 entry(int b, int h, const Place& place, int tile) const {
@@ -182,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_prep
     for (int i = 0; i < kColumns * Own::kDim / 4 / kHelperThreads; ++i)
         sums[threadIdx.x + kHelperThreads * i] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (threadIdx.x >= 32) return;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *space.taken = 0;
 
     const Mask mask(args.n, at.place, at.batch, at.head);
     int top = kLowestExponent;
@@ -296,20 +322,20 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     extern __shared__ unsigned char shared[];
     const GradientArgs& args = all.fused.base;
     const Extents& n = args.n;
-    const int own_group = kSide == kTeacher ? n.teacher_group : n.student_group;
-    const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
-    const int own_heads = n.heads / own_group;
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     const int lane = lane_id();
 
     const u32 base = (static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u;
-    const u32 own_keys = base + kBarriersAt, keys_full = own_keys + 8, keys_empty = keys_full + 8;
-    const u32 other_full = keys_empty + 8, other_empty = other_full + 8 * kOtherRing;
+    const u32 own_keys = base + kBarriersAt, own_keys_free = own_keys + 8;
+    const u32 keys_full = own_keys_free + 8, keys_empty = keys_full + 8, other_full = keys_empty + 8, other_empty = other_full + 8 * kOtherRing;
     const u32 own_full = other_empty + 8 * kOtherRing, own_empty = own_full + 8 * kOwnRing;
     const u32 handed = own_empty + 8 * kOwnRing, taken = handed + 8 * kHandovers;
+    VisitRing visits{reinterpret_cast<Visit*>(shared + (base - static_cast<u32>(__cvta_generic_to_shared(shared))) + kVisitsAt),
+                     taken + 8 * kHandovers};
     if (threadIdx.x == 0) {
         mbarrier_init(own_keys, 1);
+        mbarrier_init(own_keys_free, (kWarps + 4) * kArrivals);
         mbarrier_init(keys_full, 1);
         mbarrier_init(keys_empty, kWarps * kArrivals);
         for (int i = 0; i < kOtherRing; ++i) {
@@ -324,25 +350,24 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             mbarrier_init(handed + 8 * i, kWarps * kArrivals);
             mbarrier_init(taken + 8 * i, 4 * kArrivals);
         }
+        visits.init(kWarps + 4);
         mbarrier_publish();
     }
     __syncthreads();
 
-    Block block = block_of(n, own_heads, n.batch * own_heads, false);
-    const int first_head = block.head * own_group, end_head = first_head + own_group;
-    const Place place = Mask::locate(n, first_head, block);
-    const int first_key = block.tile * kRows;
-    if (Mask::kRagged && first_key >= place.keys) return;
-    if (Mask::kListed && !settle_shares(block, args)) return;
-    const auto walk_of = [&](int head) {
-        const Mask mask(n, place, block.batch, head);
-        const Range keys{first_key, min(first_key + kRows, place.keys)};
-        Range tiles = covering(mask.queries_of(keys.begin, keys.end), kColumns);
-        if constexpr (Mask::kListed) tiles.meet(block.streamed);
-        return Walk(mask, keys, mask.steps_of(first_key, tiles));
+    const auto keys_of = [](const Visit& visit) {
+        return Range{visit.block.tile * kRows, min(visit.block.tile * kRows + kRows, visit.place.keys)};
     };
-    // Whether other keys must be loaded before the head's first tile.
-    const auto new_keys = [&](int head) { return head == first_head || head % other_group == 0; };
+    const auto steps_of = [&](const Visit& visit) {
+        const Mask mask(n, visit.place, visit.block.batch, visit.head);
+        const Range keys = keys_of(visit);
+        Range tiles = covering(mask.queries_of(keys.begin, keys.end), kColumns);
+        if constexpr (Mask::kListed) tiles.meet(visit.block.streamed);
+        return mask.steps_of(keys.begin, tiles);
+    };
+    const auto walk_of = [&](const Visit& visit) {
+        return Walk(Mask(n, visit.place, visit.block.batch, visit.head), keys_of(visit), visit.steps);
+    };
 
     if (group == kGroups + 1) {
         registers_lower<SKL_PRODUCER_REGISTERS>();
@@ -352,68 +377,112 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         const TensorMap& own_q = kSide == kTeacher ? all.teacher_q : all.student_q;
         const TensorMap& own_k = kSide == kTeacher ? all.teacher_k : all.student_k;
         const Workspace space(all.fused);
-        RingCursor<1> at_keys;
+        RingCursor<1> at_own_keys, at_keys;
         RingCursor<kOtherRing> at_other;
         RingCursor<kOwnRing> at_own;
-        if (lane == 0) {
-            mbarrier_expect(own_keys, Own::bytes(kRows));
-            load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, place.first_key + first_key, block.head, block.batch);
-        }
-        for (int head = first_head; head < end_head; ++head) {
-            if (new_keys(head)) {
-                mbarrier_wait(keys_empty, at_keys.parity ^ 1);
-                if (lane == 0) {
-                    mbarrier_expect(keys_full, Other::bytes(kRows));
-                    load_chunks<kRows>(base + kOtherKeysAt, other_k, keys_full, 0, Other::kChunks, place.first_key + first_key,
-                                       head / other_group, block.batch);
+        const int own_group = kSide == kTeacher ? n.teacher_group : n.student_group;
+        const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
+        const int own_heads = n.heads / own_group, pairs = n.batch * own_heads, portions = pairs * n.tiles;
+        for (int index = blockIdx.x; index < portions; index = take_portion(space.taken)) {
+            Visit next;
+            next.block = block_of(index, n, own_heads, pairs, false);
+            next.head = next.block.head * own_group;
+            next.place = Mask::locate(n, next.head, next.block);
+            if (Mask::kRagged && next.block.tile * kRows >= next.place.keys) continue;
+            if (Mask::kListed && !settle_shares(next.block, args)) continue;
+            next.lift = 1.f;
+            if constexpr (kNarrow) {
+                int exponent = kLowestExponent;
+                for (int i = 0; i < own_group; ++i) {
+                    const int* const exponents = space.exponents + space.entry(next.block.batch, next.head + i, next.place, 0);
+                    for (int j = lane; j < ceil_div(next.place.queries, kColumns); j += 32) exponent = max(exponent, exponents[j]);
                 }
-                at_keys.advance();
+                next.lift = power_of_two(kTopExponent - __reduce_max_sync(~0u, exponent));
             }
-            const float* const terms = space.terms + space.entry(block.batch, head, place, 0) * Terms::kFloats;
-            for (Walk walk = walk_of(head); walk.more(); walk.next()) {
-                const int query = place.first_query + walk.row();
-                mbarrier_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
-                if (lane == 0) {
-                    const u32 other = other_full + 8 * at_other.slot;
-                    mbarrier_expect(other, kOtherTileBytes);
-                    load_chunks<kColumns>(base + kOtherAt + at_other.slot * kOtherTileBytes, other_q, other, 0, Other::kChunks, query,
-                                          head, block.batch);
+            for (;; ++next.head) {
+                next.first = next.head % own_group == 0;
+                next.last = (next.head + 1) % own_group == 0;
+                next.comes = next.first || next.head % other_group == 0;
+                next.goes = next.last || (next.head + 1) % other_group == 0;
+                next.steps = steps_of(next);
+                next.own_parity = at_own_keys.parity;
+                next.other_parity = at_keys.parity;
+                // What is in shared memory needs no registers.
+                const Visit& visit = visits.write(next);
+                const Place& place = visit.place;
+                const int batch = visit.block.batch, key = place.first_key + visit.block.tile * kRows;
+                if (visit.first) {
+                    mbarrier_wait(own_keys_free, at_own_keys.parity ^ 1);
+                    if (lane == 0) {
+                        mbarrier_expect(own_keys, Own::bytes(kRows));
+                        load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, key, visit.block.head, batch);
+                    }
+                    at_own_keys.advance();
                 }
-                at_other.advance();
-                mbarrier_wait(own_empty + 8 * at_own.slot, at_own.parity ^ 1);
-                if (lane == 0) {
-                    const u32 own = own_full + 8 * at_own.slot;
-                    mbarrier_expect(own, kOwnTileBytes + kTermBytes);
-                    load_chunks<kColumns>(base + kOwnAt + at_own.slot * kOwnTileBytes, own_q, own, 0, Own::kChunks, query, head,
-                                          block.batch);
-                    bulk_load(base + kTermsAt + at_own.slot * kTermBytes, terms + static_cast<i64>(walk.tile()) * Terms::kFloats, kTermBytes,
-                              own);
+                if (visit.comes) {
+                    mbarrier_wait(keys_empty, at_keys.parity ^ 1);
+                    if (lane == 0) {
+                        mbarrier_expect(keys_full, Other::bytes(kRows));
+                        load_chunks<kRows>(base + kOtherKeysAt, other_k, keys_full, 0, Other::kChunks, key, visit.head / other_group, batch);
+                    }
+                    at_keys.advance();
                 }
-                __syncwarp();  // a lane may not fall two rounds behind: parities could not tell
-                at_own.advance();
+                const float* const terms = space.terms + space.entry(batch, visit.head, place, 0) * Terms::kFloats;
+                for (Walk walk = walk_of(visit); walk.more(); walk.next()) {
+                    const int query = visit.place.first_query + walk.row();
+                    mbarrier_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
+                    if (lane == 0) {
+                        const u32 other = other_full + 8 * at_other.slot;
+                        mbarrier_expect(other, kOtherTileBytes);
+                        load_chunks<kColumns>(base + kOtherAt + at_other.slot * kOtherTileBytes, other_q, other, 0, Other::kChunks, query,
+                                              visit.head, batch);
+                    }
+                    at_other.advance();
+                    mbarrier_wait(own_empty + 8 * at_own.slot, at_own.parity ^ 1);
+                    if (lane == 0) {
+                        const u32 own = own_full + 8 * at_own.slot;
+                        mbarrier_expect(own, kOwnTileBytes + kTermBytes);
+                        load_chunks<kColumns>(base + kOwnAt + at_own.slot * kOwnTileBytes, own_q, own, 0, Own::kChunks, query, visit.head,
+                                              batch);
+                        bulk_load(base + kTermsAt + at_own.slot * kTermBytes, terms + static_cast<i64>(walk.tile()) * Terms::kFloats,
+                                  kTermBytes, own);
+                    }
+                    __syncwarp();  // a lane may not fall two rounds behind: parities could not tell
+                    at_own.advance();
+                }
+                if (visit.last) break;
+                next = visit;
             }
         }
+        Visit none{};
+        none.head = -1;
+        visits.write(none);
         return;
     }
 
     if (group == kGroups) {
         registers_lower<SKL_DQ_REGISTERS>();
-        mbarrier_wait(own_keys, 0);
         const int thread = threadIdx.x & 127;
-        clear_non_finite<E, kRows, Own::kChunks>(base + kOwnKeysAt, 1 + group);
-
         const u64 gradients = swizzled_descriptor(base + kHandoverAt), keys = swizzled_descriptor(base + kOwnKeysAt, kRows * 128);
         const u32 staging = base + kStagingAt;
         const Workspace space(all.fused);
         RingCursor<kHandovers> at;
         RingCursor<kStagings> stage;
-        for (int head = first_head; head < end_head; ++head) {
-            float* const head_sums = space.sums + space.entry(block.batch, head, place, 0) * (kColumns * Own::kDim);
-            for (Walk walk = walk_of(head); walk.more(); walk.next()) {
+        for (;;) {
+            const Visit& visit = visits.read();
+            if (visit.head < 0) break;
+            if (visit.first) {
+                mbarrier_wait(own_keys, visit.own_parity);
+                clear_non_finite<E, kRows, Own::kChunks>(base + kOwnKeysAt, 1 + group);
+            }
+            float* const head_sums = space.sums + space.entry(visit.block.batch, visit.head, visit.place, 0) * (kColumns * Own::kDim);
+            bool done = false;  // with the portion's keys, before the last sums are on their way
+            for (Walk walk = walk_of(visit); walk.more(); walk.next()) {
                 float* const sums = head_sums + static_cast<i64>(walk.tile()) * (kColumns * Own::kDim);
 #pragma unroll
-                for (int c = 0; c < Own::kChunks; ++c) {
-                    float part[8][4];  // kColumns queries x 64 columns of dQ
+                for (int first = 0; first < Own::kChunks; first += kWide) {
+                    float part[kWide < Own::kChunks ? 8 * kWide : kOutTiles][4];  // kColumns queries x so many columns of dQ
+                    const bool all = first + kWide >= Own::kChunks;
 #pragma unroll
                     for (int sub = 0; sub < kSubs; ++sub) {
                         mbarrier_wait(handed + 8 * at.slot, at.parity);
@@ -421,30 +490,38 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
 #pragma unroll
                         for (int k = 0; k < kSubRows / 16; ++k)
                             wgmma<Own::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kHandoverBytes + k * 2048) >> 4),
-                                                    keys + ((c * kRows * 128 + (sub * kSubRows + 16 * k) * 128) >> 4), sub + k > 0);
+                                                    keys + ((first * kRows * 128 + (sub * kSubRows + 16 * k) * 128) >> 4), sub + k > 0);
                         wgmma_commit();
                         wgmma_wait<0>();
                         settle(part);
-                        if (c < Own::kChunks - 1) continue;
+                        if (!all) continue;
                         warp_arrive(taken + 8 * at.slot);
                         at.advance();
                     }
-
-                    // The warp's own part of the buffer: no other warp is waited for.
-                    const u32 mine = staging + stage.slot * kStagingBytes + thread / 32 * (kStagingBytes / 4);
-                    if (lane == 0) bulk_wait_read<kStagings - 1>();
-                    __syncwarp();
-#pragma unroll
-                    for (int d = 0; d < sum_tiles(c); ++d) store_float4(mine + (d * 32 + lane) * 16, part[d]);
-                    async_fence();
-                    __syncwarp();
-                    if (lane == 0) {
-                        bulk_add(sums + sum_index(c, 0, thread), mine, sum_tiles(c) * 512);
-                        bulk_commit();
+                    if (all && visit.last && walk.at_last()) {
+                        warp_arrive(own_keys_free);
+                        done = true;
                     }
-                    stage.advance();
+#pragma unroll
+                    for (int c = first; c < first + kWide; ++c) {
+                        // The warp's own part of the buffer: no other warp is waited for.
+                        const u32 mine = staging + stage.slot * kStagingBytes + thread / 32 * (kStagingBytes / 4);
+                        if (lane == 0) bulk_wait_read<kStagings - 1>();
+                        __syncwarp();
+#pragma unroll
+                        for (int d = 0; d < sum_tiles(c); ++d) store_float4(mine + (d * 32 + lane) * 16, part[8 * (c - first) + d]);
+                        async_fence();
+                        __syncwarp();
+                        if (lane == 0) {
+                            bulk_add(sums + sum_index(c, 0, thread), mine, sum_tiles(c) * 512);
+                            bulk_commit();
+                        }
+                        stage.advance();
+                    }
                 }
             }
+            if (visit.last && !done) warp_arrive(own_keys_free);
+            visits.over();
         }
         if (lane == 0) bulk_wait();
         return;
@@ -452,52 +529,35 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
     // Of every kSubRows keys the consumer has 64, and of these the warp 16.
-    const int group_key = first_key + 64 * group, warp_row = 64 * group + 16 * ((threadIdx.x / 32) & 3);
-    const int key = first_key + warp_row + lane / 4;
+    const int warp_row = 64 * group + 16 * ((threadIdx.x / 32) & 3);
     const float ct = args.teacher_scale, cs = args.student_scale;
     // Where this lane puts its part of dX^T: row lane % 16 of the warp's 16 keys, one half of 16 queries.
     const int hand_row = warp_row + (lane & 15);
     const u32 hand_start = base + kHandoverAt + hand_row * 128 + (((lane >> 4) ^ (hand_row & 7)) << 4);
 
-    float lift = 1.f;  // narrow types: what weights are multiplied by, a power of two
-    if constexpr (kNarrow) {
-        const Workspace space(all.fused);
-        int exponent = kLowestExponent;
-        for (int head = first_head; head < end_head; ++head) {
-            const int* const exponents = space.exponents + space.entry(block.batch, head, place, 0);
-            for (int i = lane; i < ceil_div(place.queries, kColumns); i += 32) exponent = max(exponent, exponents[i]);
-        }
-        lift = power_of_two(kTopExponent - __reduce_max_sync(~0u, exponent));
-    }
-
     const u64 keys_other = swizzled_descriptor(base + kOtherKeysAt + group * 64 * 128);
     const u64 keys_own = swizzled_descriptor(base + kOwnKeysAt + group * 64 * 128);
     const u64 ring_other = swizzled_descriptor(base + kOtherAt), ring_own = swizzled_descriptor(base + kOwnAt);
     const u64 ring_own_rows = swizzled_descriptor(base + kOwnAt, kColumns * 128);
-    RingCursor<1> at_keys;
-    RingCursor<kOtherRing> at_other;
+    OtherCursor<> at_other;
     RingCursor<kOwnRing> at_own;
     RingCursor<kHandovers> at_handed;
 
     float out[kSubs][kOutTiles][4];
-#pragma unroll
-    for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] = 0.f;
     Scores other, own;
     HeldRows<kHeld> held[kSubs];
-    mbarrier_wait(own_keys, 0);
-#pragma unroll
-    for (int sub = 0; sub < kSubs; ++sub) held[sub].load<kRows>(base + kOwnKeysAt, sub * kSubRows + warp_row);
+    float lift = 1.f;
 
+    const auto await_other = [&] { mbarrier_wait(other_full + 8 * at_other.place(), at_other.phase()); };
+    const auto await_own = [&] { mbarrier_wait(own_full + 8 * at_own.slot, at_own.parity); };
     const auto multiply_other = [&](int sub) {
-        mbarrier_wait(other_full + 8 * at_other.slot, at_other.parity);
         wgmma_fence();
-        const u64 tile = ring_other + static_cast<u64>(at_other.slot * (kOtherTileBytes >> 4));
+        const u64 tile = ring_other + static_cast<u64>(at_other.place() * (kOtherTileBytes >> 4));
         multiply_rows<Other, kRows, Other::kChunks>(other, keys_other + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
         wgmma_commit();
     };
     const auto multiply_own = [&](auto part) {
         constexpr int kSub = decltype(part)::value;
-        mbarrier_wait(own_full + 8 * at_own.slot, at_own.parity);
         wgmma_fence();
         const u64 tile = ring_own + static_cast<u64>(at_own.slot * (kOwnTileBytes >> 4));
         multiply_rows<Own, kRows, Own::kChunks>(own, keys_own + static_cast<u64>(kSub * (kSubRows * 128 >> 4)), tile, 0, 0, held[kSub]);
@@ -505,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     };
     const auto other_done = [&](int sub) {
         if (sub < kSubs - 1) return;
-        warp_arrive(other_empty + 8 * at_other.slot);
+        warp_arrive(other_empty + 8 * at_other.place());
         at_other.advance();
     };
     const auto own_done = [&](int slot, int sub) {
@@ -551,9 +611,15 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         const u32 hand = hand_at();
         Gradients dx;
         logit_gradients(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, Everything{}, ct, cs);
+        if constexpr (kMore && kEarlyWaits) {
+            await_other();
+            await_own();
+        }
         await_turn();
         if constexpr (kMore) {
+            if constexpr (!kEarlyWaits) await_other();
             multiply_other(kNextSub);
+            if constexpr (!kEarlyWaits) await_own();
             multiply_own(Value<kNextSub>{});
         }
         accumulate(out[kSub], dx, hand, slot);
@@ -573,13 +639,14 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             own_done(slot, kSub);
         }
     };
-    const auto partial_step = [&](auto part, const Walk& walk) {
+    const auto partial_step = [&](auto part, const Walk& walk, const Visit& visit) {
         constexpr int kSub = decltype(part)::value;
         const int slot = at_own.slot;
         if (kSub == kSubs - 1) at_own.advance();
         const u32 hand = hand_at();
         Gradients dx;
-        const auto visible = [&](int column, int row) { return walk.mask.visible(walk.row() + column, key + kSub * kSubRows + row); };
+        const int first_key = visit.block.tile * kRows + warp_row + lane / 4 + kSub * kSubRows;  // from memory: registers are dear
+        const auto visible = [&](int column, int row) { return walk.mask.visible(walk.row() + column, first_key + row); };
         logit_gradients(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, visible, ct, cs);
         clear_non_finite<E, kColumns, Own::kChunks>(base + kOwnAt + slot * kOwnTileBytes, 1 + group);
         await_turn();
@@ -592,8 +659,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
     // Nothing of the consumer's part is visible: no product, and zeros for the queries.
     const auto idle_step = [&](int sub) {
         const int slot = at_own.slot;
-        mbarrier_wait(other_full + 8 * at_other.slot, at_other.parity);  // or two arrivals could fall into one phase
-        mbarrier_wait(own_full + 8 * slot, at_own.parity);
+        await_other();  // or two arrivals could fall into one phase
+        await_own();
         if (sub == kSubs - 1) at_own.advance();
         mbarrier_wait(taken + 8 * at_handed.slot, at_handed.parity ^ 1);
         const u32 zeros[4] = {0, 0, 0, 0};
@@ -606,17 +673,46 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         own_done(slot, sub);
     };
 
-    if (group == 1) pass_turn();
-    for (int head = first_head; head < end_head; ++head) {
-        if (new_keys(head)) {
-            mbarrier_wait(keys_full, at_keys.parity);
-            at_keys.advance();
+    // dK of the portion, by who has all of it.
+    const auto write_keys = [&](const Visit& visit) {
+        const Block& block = visit.block;
+        using Sums = float[kSubs * kOutTiles][4];
+        if constexpr (Mask::kListed) {
+            const int own_heads = n.heads / (kSide == kTeacher ? n.teacher_group : n.student_group);
+            if (block.shares > 1 && !add_shares(reinterpret_cast<Sums&>(out), block, block.batch * own_heads + block.head, args)) return;
         }
+        const float factor = Logit::kFactor * args.out_scale / lift;
+#pragma unroll
+        for (int i = 0; i < 2 * kSubs; ++i) {
+            const int sub = i / 2, half = i % 2, k = block.tile * kRows + warp_row + lane / 4 + sub * kSubRows + 8 * half;
+            if (k >= visit.place.keys) continue;
+            const u64 address = args.out.pointer +
+                                (block.batch * args.out.batch + block.head * args.out.head + (visit.place.first_key + k) * args.out.row +
+                                 2 * (lane & 3)) * E::kBytes;
+#pragma unroll
+            for (int d = 0; d < Own::kDim / 8; ++d)
+                E::store_pair(address + 8 * d * E::kBytes, out[sub][d][2 * half] * factor, out[sub][d][2 * half + 1] * factor);
+        }
+    };
+
+    if (group == 1) pass_turn();
+    for (;;) {
+        const Visit& visit = visits.read();
+        if (visit.head < 0) return;
+        if (visit.first) {
+            if constexpr (kNarrow) lift = visit.lift;
+#pragma unroll
+            for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] = 0.f;
+            mbarrier_wait(own_keys, visit.own_parity);
+#pragma unroll
+            for (int sub = 0; sub < kSubs; ++sub) held[sub].load<kRows>(base + kOwnKeysAt, sub * kSubRows + warp_row);
+        }
+        if (visit.comes) mbarrier_wait(keys_full, visit.other_parity);
         // Steps go over tiles and, within a tile, over the consumer's keys. Runs of steps that see everything are pipelined.
         // What is decided between steps is decided before products are under way.
-        Walk walk = walk_of(head);
+        Walk walk = walk_of(visit);
         int sub = 0;
-        const auto first = [&] { return group_key + sub * kSubRows; };
+        const auto first = [&] { return (kReadAgain ? visit.block.tile * kRows : walk.rows.begin) + 64 * group + sub * kSubRows; };
         const auto advance = [&] {
             if (++sub < kSubs) return;
             sub = 0;
@@ -627,12 +723,14 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             return walk.more() && walk.full(first(), first() + 64);
         };
         while (walk.more()) {
-            if (first() >= place.keys || !walk.sees(first(), first() + 64)) {
+            if (first() >= visit.place.keys || !walk.sees(first(), first() + 64)) {
                 idle_step(sub);
                 advance();
                 continue;
             }
+            await_other();
             multiply_other(sub);
+            await_own();
             if (sub == 0)
                 multiply_own(Value<0>{});
             else
@@ -643,9 +741,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             other_done(sub);
             if (!walk.full(first(), first() + 64)) {
                 if (sub == 0)
-                    partial_step(Value<0>{}, walk);
+                    partial_step(Value<0>{}, walk, visit);
                 else
-                    partial_step(Value<kSubs - 1>{}, walk);
+                    partial_step(Value<kSubs - 1>{}, walk, visit);
                 advance();
                 continue;
             }
@@ -666,22 +764,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                 }
             }
         }
-        if (head + 1 < end_head && new_keys(head + 1)) warp_arrive(keys_empty);
-    }
-
-    using Sums = float[kSubs * kOutTiles][4];
-    if constexpr (Mask::kListed)
-        if (block.shares > 1 && !add_shares(reinterpret_cast<Sums&>(out), block, block.batch * own_heads + block.head, args)) return;
-    const float factor = Logit::kFactor * args.out_scale / lift;
-#pragma unroll
-    for (int i = 0; i < 2 * kSubs; ++i) {
-        const int sub = i / 2, half = i % 2, k = key + sub * kSubRows + 8 * half;
-        if (k >= place.keys) continue;
-        const u64 address = args.out.pointer +
-                            (block.batch * args.out.batch + block.head * args.out.head + (place.first_key + k) * args.out.row +
-                             2 * (lane & 3)) * E::kBytes;
-#pragma unroll
-        for (int d = 0; d < Own::kDim / 8; ++d)
-            E::store_pair(address + 8 * d * E::kBytes, out[sub][d][2 * half] * factor, out[sub][d][2 * half + 1] * factor);
+        if (visit.goes) warp_arrive(keys_empty);
+        if (visit.last) {
+            warp_arrive(own_keys_free);
+            write_keys(visit);
+        }
+        visits.over();
     }
 }

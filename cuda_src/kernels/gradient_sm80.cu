@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const int out_group = kSide == kTeacher ? n.teacher_group : n.student_group;
     const int heads_per_block = kRowsAreQueries ? 1 : out_group;  // query heads summed into one output head
     const int out_heads = n.heads / heads_per_block;
-    Block block = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
+    Block block = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
     const int first_head = block.head * heads_per_block, end_head = first_head + heads_per_block;
     const Place place = Mask::locate(n, first_head, block);
 
@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     }
 
     constexpr int bytes = OutElement::kBytes;
-    Block again = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
+    Block again = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
     const Place here = Mask::locate(n, first_head, again);  // found anew: registers are dear in the loop
     const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
     const u64 head_base =

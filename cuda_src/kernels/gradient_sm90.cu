@@ -107,7 +107,7 @@ struct Task {
     __device__ explicit Task(const Extents& n) {
         const int heads_per_block = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
         const int out_heads = n.heads / heads_per_block;
-        block = block_of(n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
+        block = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
         first_head = block.head * heads_per_block;
         end_head = first_head + heads_per_block;
         place = Mask::locate(n, first_head, block);

@@ -18,6 +18,7 @@ struct ListOf<First, Rest...> : FirstOr<First::kListed, First, Rest...> {};
 
 template <class... Parts>
 struct AllOf : Parts... {
+    static constexpr int kParts = sizeof...(Parts);
     static constexpr bool kRagged = (false || ... || Parts::kRagged);
     static constexpr bool kSparse = (false || ... || Parts::kSparse);
     static constexpr bool kHoles = (false || ... || Parts::kHoles);

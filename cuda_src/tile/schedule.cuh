@@ -11,12 +11,12 @@ struct Block : Portion {
 
 // Heads are taken in groups whose streamed operands fit the L2 cache together. Within a group the longest tiles of all
 // heads come first: under a mask tiles differ in work, and a long one that starts late would keep the GPU waiting.
-__device__ inline Block block_of(const Extents& n, int heads, int pairs, bool last_first) {
-    const int block = blockIdx.x / n.splits, per_group = n.head_group * n.tiles, group = block / per_group, index = block % per_group;
+__device__ inline Block block_of(int index, const Extents& n, int heads, int pairs, bool last_first) {
+    const int block = index / n.splits, per_group = n.head_group * n.tiles, group = block / per_group, in_group = block % per_group;
     const int size = min(n.head_group, pairs - group * n.head_group);
-    const int pair = group * n.head_group + index % size, tile = index / size;
+    const int pair = group * n.head_group + in_group % size, tile = in_group / size;
     const Portion portion{last_first ? n.tiles - 1 - tile : tile, 0, 1, 0, {0, kNoLimit}};
-    return {portion, pair / heads, pair % heads, static_cast<int>(blockIdx.x % n.splits)};
+    return {portion, pair / heads, pair % heads, index % n.splits};
 }
 
 // The tiles that cover `rows`, `columns` to a tile.
@@ -46,6 +46,7 @@ struct Cursor {
         enter();
     }
     __device__ bool more() const { return STEP > 0 ? step < stop : step > stop; }
+    __device__ bool at_last() const { return step + STEP == stop; }  // of the steps; those behind it may turn out empty too
     __device__ int tile() const { return M::kListed ? here.tile : step; }
     __device__ int row() const { return tile() * kColumns; }  // the first streamed row
     __device__ void next() {

@@ -191,6 +191,10 @@ class Family(ABC):
         """Whether blocks can share the list of one row tile."""
         return False
 
+    def stays(self, work: Work) -> bool:
+        """Whether a block takes one portion of the work after the other, so that a launch needs few blocks."""
+        return False
+
     def fitting(self, work: Work, facts: DeviceFacts) -> list[TileRow]:
         """The rows of the table that this work and this GPU allow."""
         return [

@@ -205,6 +205,9 @@ class _Hopper(Family):
     def shares_lists(self, work: Work) -> bool:
         return work.kind != "forward"
 
+    def stays(self, work: Work) -> bool:
+        return work.kind == "fused"
+
     def workspace_bytes(self, work: Work) -> int:
         return sm90_fused.workspace_bytes(work)
 

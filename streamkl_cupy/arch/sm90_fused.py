@@ -4,12 +4,13 @@ Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), `keys` of a bloc
 
     1024 (alignment) + 128 * keys * (chunks(D_own) + chunks(D_other)) + 8192 * (stages * chunks(D_own)
         + other_stages * chunks(D_other)) + 16384 * (handovers + stagings) + stages * row_vectors * 256 + barriers
+        + visits
 
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
-the keys themselves; masks with holes, and an other side beyond 128, leave no room for these. Beyond D_own = 128
-gradients do not fit, nor do 256 keys beyond D_own = 64.
+the keys themselves; masks with holes, intervals beside four row vectors, and an other side beyond 128 leave no room for
+these. Beyond D_own = 128 gradients do not fit, nor do 256 keys beyond D_own = 64.
 
-Workspace, bytes, per query head: 4 * D_own + 4 * row_vectors for each query, and 4 for each 64 of them.
+Workspace, bytes, per query head: 4 * D_own + 4 * row_vectors for each query, and 4 for each 64 of them; 4 for all.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from . import TileRow, Work
 COLUMNS = 64
 MAX_OUT = 128
 
-# Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer; registers of each.
+# Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer.
 THREADS = 256 + 128 + 128
-CONSUMER_REGISTERS, QUERY_GRADIENT_REGISTERS, PRODUCER_REGISTERS = 192, 80, 40
 HELPER_THREADS = 128
+VISITS, VISIT_BYTES = 2, 100  # tile/visits.cuh
 # Of 16 columns of a consumer's own keys, in registers. 8 heads x 8192, TFLOP/s on an H100 with 0, 1 and 2 of them:
 # D = 64 416, 421, 423, causal 393, 397, 406; D = 128 565, 563, 570, causal 507, 521, 534.
 HELD_STEPS = 2
@@ -40,16 +41,67 @@ class FusedRow(TileRow):
     """Tiles of score gradients between the consumers and the warpgroup that takes them."""
     stagings: int = 1
     """Buffers between that warpgroup and the copy engine."""
+    registers: tuple[int, int, int] = (192, 80, 40)
+    """Per thread of the consumers, of that warpgroup, of the producer: 2, 1, 1 of them are 512 at most."""
+    early: bool = False
+    """Consumers wait for the next copies before their turn at products, which takes registers."""
+    wide: bool = False
+    """That warpgroup multiplies all columns at once, and reads the score gradients once."""
 
 
-# Student, 8 heads x 8192, bf16, TFLOP/s of the operation on an H100. D = 64: 256 keys 403, causal 377; 128 keys 374 and
-# 357. D = 128: 520 and 524 as below; 529 and 502 with a third handover in place of the second staging; 559 and 495 with
-# a fourth stage in place of it. Runs differ by 3 %.
+# Student, 8 heads x 8192, bf16, ms on an H100, one run per line; runs differ by 3 %, and the compiler's order of
+# instructions does as much as what is named here:
+#   D = 64, 256 keys, early 0.611 to 0.643, causal 0.321 to 0.327; late, blocks that do not stay 0.642 and 0.334
+#   D = 128, early and wide 0.922, causal 0.507; early 0.985, 0.511; wide 0.951, 0.520; neither 0.969, 0.502
+# Before these, TFLOP/s: D = 64 128 keys 374 where 256 had 403; D = 128 a third handover in place of the second staging
+# 529 and 502, a fourth stage in place of it 559 and 495, where the row as it is had 520 and 524.
 TABLE = (
-    FusedRow(8, 2, COLUMNS, 5, 1, 64, "two tiles of keys: half the additions in memory", max_out=64, other_stages=5),
-    FusedRow(8, 1, COLUMNS, 6, 1, 64, "one tile of keys: twice the blocks", max_out=64, other_stages=6, stagings=2),
+    FusedRow(
+        8,
+        2,
+        COLUMNS,
+        5,
+        1,
+        64,
+        "two tiles of keys: half the additions in memory",
+        max_out=64,
+        other_stages=5,
+        early=True,
+        max_mask=1,
+    ),
+    FusedRow(8, 2, COLUMNS, 5, 1, 64, "the same, and a mask's registers", max_out=64, other_stages=5),
+    FusedRow(
+        8,
+        1,
+        COLUMNS,
+        6,
+        1,
+        64,
+        "one tile of keys: twice the blocks",
+        max_out=64,
+        other_stages=6,
+        stagings=2,
+        early=True,
+        max_mask=1,
+    ),
+    FusedRow(8, 1, COLUMNS, 6, 1, 64, "the same, and a mask's registers", max_out=64, other_stages=4, stagings=2),
     FusedRow(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=MAX_OUT, other_stages=4, stagings=2),
-    FusedRow(8, 1, COLUMNS, 3, 1, 128, "both sides wide", max_out=MAX_OUT, stagings=2),
+    FusedRow(
+        8,
+        1,
+        COLUMNS,
+        3,
+        1,
+        128,
+        "both sides wide",
+        max_out=MAX_OUT,
+        stagings=2,
+        registers=(184, 96, 40),
+        early=True,
+        wide=True,
+        max_mask=0,
+    ),
+    FusedRow(8, 1, COLUMNS, 3, 1, 128, "the same, and a mask's registers", max_out=MAX_OUT, stagings=2),
     FusedRow(8, 1, COLUMNS, 2, 1, 192, "a long other side", max_out=MAX_OUT),
     FusedRow(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=MAX_OUT, handovers=1),
 )
@@ -68,7 +120,7 @@ def smem_bytes(work: Work, tile: FusedRow) -> int:
     """Dynamic shared memory of a block."""
     own, other = _chunks(work.side.dim), _chunks(work.other_side.dim)
     rings = tile.stages * own + tile.other_stages * other
-    barriers = 8 * (3 + 2 * (tile.stages + tile.other_stages + tile.handovers))
+    barriers = 8 * (4 + 2 * (tile.stages + tile.other_stages + tile.handovers) + 2 * VISITS)
     return (
         1024
         + tile.rows * 128 * (own + other)
@@ -77,26 +129,32 @@ def smem_bytes(work: Work, tile: FusedRow) -> int:
         + 16384 * tile.stagings
         + tile.stages * work.row_vectors * COLUMNS * 4
         + barriers
+        + VISITS * VISIT_BYTES
     )
 
 
 def constants(work: Work, tile: FusedRow) -> dict[str, int]:
     """What is compiled in."""
+    hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2
+    registers = consumer, query_gradient, producer = _registers(work, tile)
     return {
         "SKL_OTHER_STAGES": tile.other_stages,
         "SKL_HANDOVERS": tile.handovers,
         "SKL_STAGINGS": tile.stagings,
-        "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if work.mask_level < 2 and work.dim <= 128 else 0,
-        "SKL_CONSUMER_REGISTERS": CONSUMER_REGISTERS,
-        "SKL_DQ_REGISTERS": QUERY_GRADIENT_REGISTERS,
-        "SKL_PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
+        "SKL_READ_AGAIN": int(bool(work.problem.mask.parts) and registers != FusedRow.registers),
+        "SKL_EARLY_WAITS": int(tile.early),
+        "SKL_WIDE_CHUNKS": _chunks(work.out_dim) if tile.wide else 1,
+        "SKL_CONSUMER_REGISTERS": consumer,
+        "SKL_DQ_REGISTERS": query_gradient,
+        "SKL_PRODUCER_REGISTERS": producer,
     }
 
 
 def workspace_bytes(work: Work) -> int:
     """Sums of the queries' gradient in float32, and the row vectors as the kernel streams them."""
     entries = work.problem.batch * work.problem.heads * query_tiles(work)
-    return 4 * entries * (COLUMNS * (work.side.dim + work.row_vectors) + 1)
+    return 4 * (entries * (COLUMNS * (work.side.dim + work.row_vectors) + 1) + 1)
 
 
 def query_tiles(work: Work) -> int:
@@ -108,6 +166,12 @@ def query_tiles(work: Work) -> int:
     if problem.sequences:
         return problem.queries // COLUMNS + problem.sequences + 1
     return -(-problem.queries // COLUMNS)
+
+
+def _registers(work: Work, tile: FusedRow) -> tuple[int, int, int]:
+    holes = work.mask_level > 1 and work.row_vectors > 3 and tile.warp_tiles == 1
+    # A narrow type hands its gradients over as they are made; the other keeps them, beside four row vectors and a mask.
+    return (208, 64, 32) if holes and work.out_dim <= 96 and work.side.dtype == "bfloat16" else tile.registers
 
 
 def _chunks(dim: int) -> int:
