@@ -285,7 +285,6 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
             f"{work.name}: {blocks} blocks (batch {problem.batch} x heads {work.heads} x row tiles {tiles}) exceed the "
             f"grid limit of {MAX_GRID}; split the batch over several calls"
         )
-    at_once = facts.multiprocessors * tile.min_blocks
     entry, symbol = family.entry(kind)
     smem_bytes = family.smem_bytes(work, tile)
     parts = parts_of(problem.mask)
@@ -324,7 +323,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         tile=tile,
         smem_bytes=smem_bytes,
         tiles=tiles,
-        blocks=min(blocks, at_once) if family.stays(work) else blocks * splits,
+        blocks=min(blocks, facts.multiprocessors * tile.min_blocks) if family.stays(work) else blocks * splits,
         splits=splits,
         **schedule,
         threads=family.threads(tile),

@@ -5,8 +5,9 @@
 //   dK = c dX^T Q   summed in registers by the block that owns the keys, over the query heads that share them
 //   dQ = c dX K     needs all keys: blocks add fp32 parts in global memory, in no fixed order
 //
-// Three kernels: `prepare` clears the sums of dQ and writes the rows' statistics where the copy engine can fetch them, the
-// main kernel adds, `finish` scales and converts dQ. In the workspace, one entry per query head and kColumns queries:
+// Three kernels: `prepare` clears the sums of dQ and the count of portions, and writes the rows' statistics where the copy
+// engine can fetch them, the main kernel adds, `finish` scales and converts dQ. In the workspace, one entry per query head and
+// kColumns queries:
 //
 //   sums       [own D / 8][...] floats, in the order in which the accumulators of the dQ product hold them
 //   terms      of the queries, as tile/terms.cuh lays them out; narrow types: g times what takes back a row's scale
@@ -328,7 +329,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
 
     const u32 base = (static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u;
     const u32 own_keys = base + kBarriersAt, own_keys_free = own_keys + 8;
-    const u32 keys_full = own_keys_free + 8, keys_empty = keys_full + 8, other_full = keys_empty + 8, other_empty = other_full + 8 * kOtherRing;
+    const u32 keys_full = own_keys_free + 8, keys_empty = keys_full + 8;
+    const u32 other_full = keys_empty + 8, other_empty = other_full + 8 * kOtherRing;
     const u32 own_full = other_empty + 8 * kOtherRing, own_empty = own_full + 8 * kOwnRing;
     const u32 handed = own_empty + 8 * kOwnRing, taken = handed + 8 * kHandovers;
     VisitRing visits{reinterpret_cast<Visit*>(shared + (base - static_cast<u32>(__cvta_generic_to_shared(shared))) + kVisitsAt),

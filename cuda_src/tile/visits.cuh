@@ -1,15 +1,15 @@
 // Blocks that stay. Each takes portions from a common counter until there are none, and its producer warp looks ahead: while the
-// others are still at one portion it finds the next, and has its rows on their way as soon as there is room. What it found it
-// writes to shared memory, a visit at a time.
+// others are still at one portion it finds the next, and has its stationary rows on their way as soon as the last ones are done
+// with, then the streamed ones. What it found it writes to shared memory, a visit at a time.
 //
 //   barrier    arrivals                        waited for by
 //   known[i]   1                               everybody but the producer: visit i is written
 //   over[i]    one per warp of these           the producer: visit i may be overwritten
 #pragma once
 #include "common/args.cuh"
+#include "ptx/mbarrier.cuh"
 #include "tile/arrive.cuh"
 #include "tile/schedule.cuh"
-#include "ptx/mbarrier.cuh"
 
 // One query head of a portion.
 struct Visit {

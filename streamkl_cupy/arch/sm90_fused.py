@@ -137,12 +137,14 @@ def constants(work: Work, tile: FusedRow) -> dict[str, int]:
     """What is compiled in."""
     hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2
     registers = consumer, query_gradient, producer = _registers(work, tile)
+    # Where registers are divided unusually they are all in use, and a mask wants some.
+    read_again = bool(work.problem.mask.parts) and registers != FusedRow.registers
     return {
         "SKL_OTHER_STAGES": tile.other_stages,
         "SKL_HANDOVERS": tile.handovers,
         "SKL_STAGINGS": tile.stagings,
         "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
-        "SKL_READ_AGAIN": int(bool(work.problem.mask.parts) and registers != FusedRow.registers),
+        "SKL_READ_AGAIN": int(read_again),
         "SKL_EARLY_WAITS": int(tile.early),
         "SKL_WIDE_CHUNKS": _chunks(work.out_dim) if tile.wide else 1,
         "SKL_CONSUMER_REGISTERS": consumer,
