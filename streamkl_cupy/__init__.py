@@ -34,7 +34,7 @@ __all__ = [
     "plan",
     "warmup",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from . import patterns

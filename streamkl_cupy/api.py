@@ -306,10 +306,11 @@ def attention_kl_backward(
     teacher_k: Any,
     student_q: Any,
     student_k: Any,
-    teacher_lse: Any,
-    student_lse: Any,
-    kl: Any = None,
     *,
+    saved: KLForward | KLForwardMass | None = None,
+    teacher_lse: Any = None,
+    student_lse: Any = None,
+    kl: Any = None,
     wrt: tuple[str, ...] = STUDENT,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
@@ -325,7 +326,7 @@ def attention_kl_backward(
     precision: str = "highest",
     deterministic: bool | None = None,
 ) -> KLGradients:
-    """Gradients from the saved log-sum-exps, outside every autograd: the second half.
+    """Gradients from what the forward saved, outside every autograd: the second half.
 
     With g = grad of the row,
 
@@ -339,7 +340,8 @@ def attention_kl_backward(
         grad: Derivative of the loss by each row's KL (per nat), (B, H, M), dtype of `kl`; any strides, so an expanded
             scalar too.
         <INPUTS>
-        teacher_lse: From `attention_kl_forward`, called with the same inputs and options.
+        saved: The whole result of `attention_kl_forward`, called with the same inputs and options.
+        teacher_lse: In place of `saved`, its parts one by one; by name only, because all of them look alike.
         student_lse: Likewise.
         kl: Likewise; needed only for gradients to the teacher.
         <WRT>
@@ -359,18 +361,17 @@ def attention_kl_backward(
         >>> import numpy as np, streamkl_cupy
         >>> q, k_t, k_s = np.ones((1, 1)), np.log([[1.0], [3.0]]), np.zeros((2, 1))
         >>> rows = streamkl_cupy.attention_kl_forward(q, k_t, q, k_s)
-        >>> grads = streamkl_cupy.attention_kl_backward(
-        ...     np.ones(1), q, k_t, q, k_s, rows.teacher_lse, rows.student_lse, wrt=("student_k",)
-        ... )
+        >>> grads = streamkl_cupy.attention_kl_backward(np.ones(1), q, k_t, q, k_s, saved=rows, wrt=("student_k",))
         >>> grads.student_k.ravel().round(4).tolist()  # Q - P = (1/2, 1/2) - (1/4, 3/4)
         [0.25, -0.25]
     """
     chosen = validate.options(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
+    teacher_lse, student_lse, kl = validate.saved_rows(saved, teacher_lse, student_lse, kl)
     wrt = validate.wanted(wrt, kl is not None)
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    saved = Saved(
+    rows = Saved(
         describe("grad", grad),
         describe("teacher_lse", teacher_lse),
         describe("student_lse", student_lse),
@@ -378,7 +379,7 @@ def attention_kl_backward(
     )
     masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
     ready = calls.prepare(inputs, chosen, masks)
-    for view in saved:
+    for view in rows:
         if view is not None:
             validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
     validate.gradients_built(ready.problem, wrt)
@@ -389,9 +390,9 @@ def attention_kl_backward(
             teacher_k,
             student_q,
             student_k,
-            teacher_lse,
-            student_lse,
-            kl,
+            teacher_lse=teacher_lse,
+            student_lse=student_lse,
+            kl=kl,
             wrt=wrt,
             **chosen._asdict(),
             key_lengths=key_lengths,
@@ -399,7 +400,7 @@ def attention_kl_backward(
             cu_seqlens_k=cu_seqlens_k,
             key_mask=key_mask,
         )
-    return KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
+    return KLGradients(*calls.backward(inputs, ready, rows, wrt, masks))
 
 
 @_documented
@@ -517,6 +518,7 @@ def plan(
     precision: str = "highest",
     deterministic: bool | None = None,
     wrt: tuple[str, ...] = STUDENT,
+    op: str = "attention_kl",
     arch: str | None = None,
 ) -> Any:
     """What a call with these arguments would run: kernels, tiles, shared memory, grid. Prints itself; launches nothing.
@@ -528,6 +530,7 @@ def plan(
         <INPUTS>
         <OPTIONS>
         <WRT>
+        op: The operation that is asked about; "attention_kl" is the only one.
         arch: Plan for a GPU of this architecture, such as "sm_80" or "sm_90", whether one is here or not.
 
     Returns:
@@ -545,6 +548,7 @@ def plan(
     chosen = validate.options(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
+    validate.choice("op", op, validate.OPS)
     wrt = validate.wanted(wrt)
     given = (teacher_q, teacher_k, student_q, student_k)
     device = None if arch is None else arrays.cuda(0)
@@ -578,6 +582,7 @@ def warmup(
     precision: str = "highest",
     deterministic: bool | None = None,
     wrt: tuple[str, ...] = STUDENT,
+    op: str = "attention_kl",
 ) -> None:
     """Compile, load and configure all that a call with these arguments needs, and launch nothing.
 
@@ -589,6 +594,7 @@ def warmup(
         <INPUTS>
         <OPTIONS>
         <WRT>
+        op: The operation to make ready; "attention_kl" is the only one.
 
     Returns:
         None, when everything is in place.
@@ -604,6 +610,7 @@ def warmup(
     chosen = validate.options(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
+    validate.choice("op", op, validate.OPS)
     wrt = validate.wanted(wrt)
     inputs = calls.outline((teacher_q, teacher_k, student_q, student_k))
     masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q)

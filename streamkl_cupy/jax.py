@@ -143,10 +143,11 @@ def attention_kl_backward(
     teacher_k: jax.Array,
     student_q: jax.Array,
     student_k: jax.Array,
-    teacher_lse: jax.Array,
-    student_lse: jax.Array,
-    kl: jax.Array | None = None,
     *,
+    saved: api.KLForward | api.KLForwardMass | None = None,
+    teacher_lse: jax.Array | None = None,
+    student_lse: jax.Array | None = None,
+    kl: jax.Array | None = None,
     wrt: tuple[str, ...] = STUDENT,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
@@ -162,17 +163,18 @@ def attention_kl_backward(
     precision: str = "highest",
     deterministic: bool | None = None,
 ) -> api.KLGradients:
-    """Gradients from saved log-sum-exps of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_backward`."""
+    """Gradients from what a forward saved, concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_backward`."""
     inputs = _concrete("attention_kl_backward", _inputs(teacher_q, teacher_k, student_q, student_k))
     options = validate.options(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
+    teacher_lse, student_lse, kl = validate.saved_rows(saved, teacher_lse, student_lse, kl)
     wrt = validate.wanted(wrt, kl is not None)
-    saved = (grad, teacher_lse, student_lse) if kl is None else (grad, teacher_lse, student_lse, kl)
+    rows = (grad, teacher_lse, student_lse) if kl is None else (grad, teacher_lse, student_lse, kl)
     config = _Config(options, _platform(inputs[0]))
     masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    _concrete("attention_kl_backward", (*saved, *masks))
-    return api.KLGradients(**_backward_entry(inputs, masks, saved, config=config, wrt=_in_order(wrt)))
+    _concrete("attention_kl_backward", (*rows, *masks))
+    return api.KLGradients(**_backward_entry(inputs, masks, rows, config=config, wrt=_in_order(wrt)))
 
 
 def attention_kl_value_and_grad(

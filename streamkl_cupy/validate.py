@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
 PRECISIONS = ("highest", "high")
 REDUCTIONS = ("none", "sum", "mean")
+OPS = ("attention_kl",)
 FAR = 2**40  # further than any two rows are apart
 MAX_SCALE = 2e38  # times log2(e) it must still be a float32
 WRT_EXAMPLE = 'wrt=("student_q", "student_k")'
@@ -105,10 +106,33 @@ def wanted(wrt: Any, has_kl: bool = True) -> tuple[str, ...]:
     teacher = [name for name in wrt if name.startswith("teacher")]
     if teacher and not has_kl:
         raise ValueError(
-            f"wrt asks for {teacher[0]}, whose gradient needs the row values: pass kl=, as attention_kl_forward "
-            f"returned it"
+            f"wrt asks for {teacher[0]}, whose gradient needs the row values: pass the whole result of "
+            f"attention_kl_forward as saved=, or its kl as kl="
         )
     return tuple(wrt)
+
+
+def saved_rows(saved: Any, teacher_lse: Any, student_lse: Any, kl: Any) -> tuple[Any, Any, Any]:
+    """What a forward saved, given as a whole or part by part: both log-sum-exps, and the values if there are any."""
+    parts = {"teacher_lse": teacher_lse, "student_lse": student_lse, "kl": kl}
+    given = [name for name, x in parts.items() if x is not None]
+    if saved is None:
+        missing = [name for name in ("teacher_lse", "student_lse") if name not in given]
+        if missing:
+            raise TypeError(
+                f"{' and '.join(missing)} came neither in saved= nor alone; pass saved=forward, the whole result of "
+                f"attention_kl_forward(...) on the same inputs"
+            )
+        return teacher_lse, student_lse, kl
+    if given:
+        raise TypeError(f"saved came together with {given[0]}, which it holds already; pass one of them")
+    try:
+        return saved.teacher_lse, saved.student_lse, saved.kl
+    except AttributeError:
+        raise TypeError(
+            f"saved is {a_kind_of(saved)}; allowed is what attention_kl_forward returns, whole: the three arrays of "
+            f"its rows look alike, so a plain sequence of them could be in any order"
+        ) from None
 
 
 def gradients_built(problem: Problem, wrt: tuple[str, ...]) -> None:

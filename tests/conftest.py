@@ -202,8 +202,7 @@ class Backend:
         wanted = reference.backward(grad, *case.arrays, **case.options)
         upstream = self.array(grad, compute)
         self.poison(inputs)
-        saved = (rows.teacher_lse, rows.student_lse, rows.kl)
-        grads = streamkl_cupy.attention_kl_backward(upstream, *inputs, *saved, wrt=wrt, **options)
+        grads = streamkl_cupy.attention_kl_backward(upstream, *inputs, saved=rows, wrt=wrt, **options)
         assert [x is not None for x in grads] == [name in wrt for name in INPUT_NAMES]
         for x, given in zip(grads, inputs, strict=True):
             assert x is None or self.dtype(x) == self.dtype(given)

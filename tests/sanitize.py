@@ -99,7 +99,7 @@ def run(families: tuple[arch.Family, ...], quick: bool, only: str) -> int:
         wrt = INPUT_NAMES if x.D_t <= 256 else STUDENT
         for deterministic in (True, False):
             grads = streamkl_cupy.attention_kl_backward(
-                cupy.ones_like(rows.kl), *inputs, rows.teacher_lse, rows.student_lse, rows.kl, wrt=wrt,
+                cupy.ones_like(rows.kl), *inputs, saved=rows, wrt=wrt,
                 deterministic=deterministic, **x.options,
             )  # fmt: skip
             if not all(bool(cupy.isfinite(y).all()) for y in (rows.kl, *grads) if y is not None):

@@ -214,9 +214,10 @@ def test_strided_upstream_and_saved_rows(strided_backend: Any, rng: Any, dtype: 
     one = strided_backend.array(np.ones((1, 1, 1)), "float32")
     ones = one.expand(2, 3, 50) if strided_backend.module == "torch" else xp.broadcast_to(one, (2, 3, 50))
     pairs = [xp.stack([x, x * 0], -1)[..., 0] for x in (rows.teacher_lse, rows.student_lse, rows.kl)]
-    for g, saved in ((ones, pairs), (ones + 0, [rows.teacher_lse, rows.student_lse, rows.kl])):
+    apart = streamkl_cupy.KLForward(pairs[2], *pairs[:2])
+    for g, saved in ((ones, apart), (ones + 0, rows)):
         grads = streamkl_cupy.attention_kl_backward(
-            g, *arrays, *saved, wrt=INPUT_NAMES, deterministic=True, **case.options
+            g, *arrays, saved=saved, wrt=INPUT_NAMES, deterministic=True, **case.options
         )
         if g is ones:
             first = grads
@@ -274,7 +275,7 @@ def test_visible_nan_and_inf_are_not_silent(core: Any, rng: Any, dtype: str, bad
         np.testing.assert_array_equal(np.isnan(core.numpy(x)), sees)
         assert np.isfinite(core.numpy(x)[~sees]).all()
     grads = streamkl_cupy.attention_kl_backward(
-        core.array(np.ones((1, 2, 150)), "float32"), *core.arrays(case), *rows[1:], rows.kl, wrt=INPUT_NAMES,
+        core.array(np.ones((1, 2, 150)), "float32"), *core.arrays(case), saved=rows, wrt=INPUT_NAMES,
         **case.options,
     )  # fmt: skip
     for q in (grads.teacher_q, grads.student_q):
@@ -292,9 +293,8 @@ def test_results_repeat_bit_by_bit(core: Any, rng: Any, dtype: str, D: int) -> N
     for _ in range(20 if core.device == "cuda" else 2):
         core.poison(arrays)
         rows = streamkl_cupy.attention_kl_forward(*arrays, **options)
-        saved = (rows.teacher_lse, rows.student_lse, rows.kl)
         g = core.array(grad, "float32")
-        grads = streamkl_cupy.attention_kl_backward(g, *arrays, *saved, wrt=INPUT_NAMES, **options)
+        grads = streamkl_cupy.attention_kl_backward(g, *arrays, saved=rows, wrt=INPUT_NAMES, **options)
         for a, b in zip((*first[0], *first[1]), (*rows, *grads), strict=True):
             check_same_bits("result", core.numpy(a), core.numpy(b))
 

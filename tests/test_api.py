@@ -76,7 +76,7 @@ def test_forward_and_backward(framework: str, layout: str, causal: Any) -> None:
 
     grad = upstream(np.random.default_rng(0), expected.kl.shape)
     grads = streamkl_cupy.attention_kl_backward(
-        to_framework(framework, grad), *x, rows.teacher_lse, rows.student_lse, rows.kl, wrt=INPUT_NAMES, **c.options
+        to_framework(framework, grad), *x, saved=rows, wrt=INPUT_NAMES, **c.options
     )
     assert isinstance(grads, KLGradients)
     wanted = reference.backward(grad, *c.arrays, **c.options)
@@ -265,7 +265,7 @@ def test_explicit_functions_stay_out_of_autograd() -> None:
     rows = streamkl_cupy.attention_kl_forward(*x)
     weight = torch.ones(7, requires_grad=True)
     value, grads = streamkl_cupy.attention_kl_value_and_grad(*x, row_weight=weight, wrt=INPUT_NAMES)
-    again = streamkl_cupy.attention_kl_backward(rows.kl, *x, rows.teacher_lse, rows.student_lse)
+    again = streamkl_cupy.attention_kl_backward(rows.kl, *x, saved=rows)
     assert not any(t.requires_grad for t in (*rows, value, *grads, *again[2:]))
     assert all(t.grad is None for t in x)
 
@@ -275,15 +275,37 @@ def test_backward_is_pure_and_takes_expanded_grads() -> None:
     rows = streamkl_cupy.attention_kl_forward(*c.arrays)
     grad = np.broadcast_to(np.float32(0.5), (2, 4, 7))
     kept = [np.array(x) for x in (*c.arrays, *rows)]
-    first, second = (
-        streamkl_cupy.attention_kl_backward(grad, *c.arrays, rows.teacher_lse, rows.student_lse) for _ in range(2)
-    )
+    first, second = (streamkl_cupy.attention_kl_backward(grad, *c.arrays, saved=rows) for _ in range(2))
     for a, b in zip(first[2:], second[2:], strict=True):
         np.testing.assert_array_equal(a, b)
         assert a is not b
     for x, copy in zip((*c.arrays, *rows), kept, strict=True):
         np.testing.assert_array_equal(x, copy)
     assert first[:2] == (None, None)
+
+
+def test_saved_by_name_only() -> None:
+    """The values and the log-sum-exps are of one shape, so none of them may be taken by its place."""
+    x = case().arrays
+    rows = streamkl_cupy.attention_kl_forward(*x)
+    whole = streamkl_cupy.attention_kl_backward(rows.kl, *x, saved=rows, wrt=INPUT_NAMES)
+    parts = streamkl_cupy.attention_kl_backward(rows.kl, *x, **rows._asdict(), wrt=INPUT_NAMES)
+    for a, b in zip(whole, parts, strict=True):
+        np.testing.assert_array_equal(a, b)
+    dense = streamkl_cupy.attention_kl_forward(*x, dense_teacher_lse=rows.teacher_lse)
+    assert streamkl_cupy.attention_kl_backward(rows.kl, *x, saved=dense).student_q is not None
+    for positional in (rows, (*rows[1:], rows.kl)):
+        with pytest.raises(TypeError):
+            streamkl_cupy.attention_kl_backward(rows.kl, *x, *positional)
+    for given, text in (
+        ({}, r"teacher_lse and student_lse came neither in saved= nor alone; pass saved=forward"),
+        ({"student_lse": rows.kl}, r"teacher_lse came neither in saved="),
+        ({"saved": rows, "kl": rows.kl}, r"saved came together with kl, which it holds already"),
+        ({"saved": tuple(rows)}, r"saved is a tuple; allowed is what attention_kl_forward returns, whole"),
+        ({"saved": rows.kl}, r"saved is a numpy.ndarray; allowed is what"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            streamkl_cupy.attention_kl_backward(rows.kl, *x, **given)
 
 
 def test_only_what_was_asked() -> None:
@@ -301,7 +323,7 @@ def test_other_dlpack_producers_get_numpy_results() -> None:
     rows = streamkl_cupy.attention_kl_forward(*x)
     np.testing.assert_array_equal(rows.kl, streamkl_cupy.attention_kl(*c.arrays))
     np.testing.assert_array_equal(streamkl_cupy.attention_kl(*x, reduction="sum"), rows.kl.sum())
-    grads = streamkl_cupy.attention_kl_backward(Producer(rows.kl), *x, rows.teacher_lse, rows.student_lse)
+    grads = streamkl_cupy.attention_kl_backward(Producer(rows.kl), *x, saved=rows)
     assert type(grads.student_q) is np.ndarray
 
 
@@ -319,7 +341,7 @@ def test_into_given_memory() -> None:
     api.backward_into(
         inputs, Options(causal=True), saved, arrays.Gradients(None, None, arrays.describe("dq", dq), None), 0
     )
-    expected = streamkl_cupy.attention_kl_backward(rows.kl, *c.arrays, *rows[1:], causal=True)
+    expected = streamkl_cupy.attention_kl_backward(rows.kl, *c.arrays, saved=rows, causal=True)
     np.testing.assert_array_equal(dq, expected.student_q)
 
 
@@ -478,7 +500,7 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(
     for _ in range(5):
         x = torch.ones(1, 3, 5, 8)
         rows = streamkl_cupy.attention_kl_forward(x, x, x, x, causal=True)
-        streamkl_cupy.attention_kl_backward(rows.kl, x, x, x, x, *rows[1:], causal=True)
+        streamkl_cupy.attention_kl_backward(rows.kl, x, x, x, x, saved=rows, causal=True)
         streamkl_cupy.attention_kl_value_and_grad(x, x, x, x, causal=True)
     assert len(checked) == 1
 

@@ -34,9 +34,7 @@ class Result:
         options = {"teacher_scale": 1.0, "student_scale": 1.0, **options}
         found = streamkl_cupy.attention_kl_forward(*arrays, **options)
         upstream = backend.array(np.broadcast_to(np.asarray(grad, np.float64), (1, 1, rows)), "float32")
-        grads = streamkl_cupy.attention_kl_backward(
-            upstream, *arrays, found.teacher_lse, found.student_lse, found.kl, wrt=INPUT_NAMES, **options
-        )
+        grads = streamkl_cupy.attention_kl_backward(upstream, *arrays, saved=found, wrt=INPUT_NAMES, **options)
         self.kl, self.teacher_lse, self.student_lse = (backend.numpy(x)[0, 0] for x in found)
         self.teacher_q, self.teacher_k, self.student_q, self.student_k = (backend.numpy(x)[0, 0, :, 0] for x in grads)
 
@@ -226,10 +224,10 @@ def test_broadcast_heads(strided_backend: Any, dtype: str) -> None:
     found = streamkl_cupy.attention_kl_forward(*views)
     np.testing.assert_allclose(strided_backend.numpy(found.kl), strided_backend.numpy(rows.kl), atol=2e-6)
     per_head = streamkl_cupy.attention_kl_backward(
-        strided_backend.array(np.ones((1, 6, 9)), "float32"), *views, *found[1:], found.kl, wrt=INPUT_NAMES
+        strided_backend.array(np.ones((1, 6, 9)), "float32"), *views, saved=found, wrt=INPUT_NAMES
     )
     single = streamkl_cupy.attention_kl_backward(
-        strided_backend.array(np.ones((1, 6, 9)), "float32"), *arrays, *found[1:], found.kl, wrt=INPUT_NAMES
+        strided_backend.array(np.ones((1, 6, 9)), "float32"), *arrays, saved=found, wrt=INPUT_NAMES
     )
     for name in ("teacher_k", "student_k"):
         many, one = (strided_backend.numpy(getattr(g, name)) for g in (per_head, single))
@@ -292,13 +290,13 @@ def test_backward_twice_is_the_same(backend: Any, rng: Any, dtype: str) -> None:
     case = make(H=2, M=20, N=30, D_t=16, dtypes=dtype, seed=1)
     arrays = backend.arrays(case)
     rows = streamkl_cupy.attention_kl_forward(*arrays)
-    saved = (rows.teacher_lse, rows.student_lse, rows.kl)
-    before = [backend.numpy(x) for x in (*arrays, *saved)]
+    before = [backend.numpy(x) for x in (*arrays, *rows)]
     g = backend.array(upstream(rng, (1, 2, 20)), "float32")
     first, second = (
-        streamkl_cupy.attention_kl_backward(g, *arrays, *saved, wrt=INPUT_NAMES, deterministic=True) for _ in range(2)
+        streamkl_cupy.attention_kl_backward(g, *arrays, saved=rows, wrt=INPUT_NAMES, deterministic=True)
+        for _ in range(2)
     )
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(backend.numpy(a), backend.numpy(b))
-    for a, b in zip(before, (*arrays, *saved), strict=True):
+    for a, b in zip(before, (*arrays, *rows), strict=True):
         np.testing.assert_array_equal(a, backend.numpy(b))

@@ -184,7 +184,7 @@ def yardstick(folder: Path) -> Path:
         "    return tuple(s.attention_kl_forward(a, b, c, d, teacher_scale=st, student_scale=ss, causal=causal))\n"
         "def backward(a, b, c, d, g, lt, ls, st, ss, causal):\n"
         "    options = dict(teacher_scale=st, student_scale=ss, causal=causal)\n"
-        "    grads = s.attention_kl_backward(g, a, b, c, d, lt, ls, **options)\n"
+        "    grads = s.attention_kl_backward(g, a, b, c, d, teacher_lse=lt, student_lse=ls, **options)\n"
         "    return grads.student_q, grads.student_k\n"
     )
     return path

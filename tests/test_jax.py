@@ -392,7 +392,7 @@ def test_explicit_functions_refuse_tracers() -> None:
     for function in (
         front.attention_kl_forward,
         front.attention_kl_value_and_grad,
-        lambda *a: front.attention_kl_backward(rows.kl, *a, *rows[1:]),
+        lambda *a: front.attention_kl_backward(rows.kl, *a, saved=rows),
         streamkl_cupy.attention_kl_forward,
         streamkl_cupy.attention_kl_value_and_grad,
     ):
@@ -437,7 +437,7 @@ def test_explicit_functions() -> None:
     weight = jnp.arange(5.0)
     row_grad = np.broadcast_to(np.arange(5.0), (2, 4, 5))
     grads = streamkl_cupy.attention_kl_backward(
-        jnp.asarray(row_grad, jnp.float32), *x, rows.teacher_lse, rows.student_lse, rows.kl, wrt=INPUT_NAMES[::-1]
+        jnp.asarray(row_grad, jnp.float32), *x, saved=rows, wrt=INPUT_NAMES[::-1]
     )
     for g, e in zip(grads, dense_grads(x, row_grad)):
         close(g, e)

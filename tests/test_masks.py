@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from typing import Any
@@ -213,7 +214,7 @@ def test_masked_memory_may_hold_anything(backend: Any, rng: np.random.Generator,
         x = [backend.array(a, "float32") for a in arrays]
         rows = streamkl_cupy.attention_kl_forward(*x, **options)
         grads = streamkl_cupy.attention_kl_backward(
-            backend.array(g, "float32"), *x, rows.teacher_lse, rows.student_lse, rows.kl, wrt=INPUT_NAMES, **options
+            backend.array(g, "float32"), *x, saved=rows, wrt=INPUT_NAMES, **options
         )
         outcomes.append([backend.numpy(y) for y in (*rows, *grads)])
     for clean, dirty in zip(*outcomes, strict=True):
@@ -315,7 +316,7 @@ def test_what_is_no_array_is_told_how_to_become_one(backend: Any, name: str) -> 
     for function, arguments in (
         (streamkl_cupy.attention_kl, x),
         (streamkl_cupy.attention_kl_forward, x),
-        (streamkl_cupy.attention_kl_backward, (rows.kl, *x, rows.teacher_lse, rows.student_lse)),
+        (functools.partial(streamkl_cupy.attention_kl_backward, saved=rows), (rows.kl, *x)),
         (streamkl_cupy.attention_kl_value_and_grad, x),
     ):
         with pytest.raises(TypeError, match=rf"{name} is a list; allowed is a {backend.module} array") as caught:
@@ -686,7 +687,7 @@ def test_bad_options(options: dict[str, Any], error: type[Exception], text: str)
             function(*case.arrays, **options)
     rows = np.ones((2, 4, 7), np.float32)
     with pytest.raises(error, match=text):
-        streamkl_cupy.attention_kl_backward(rows, *case.arrays, rows, rows, **options)
+        streamkl_cupy.attention_kl_backward(rows, *case.arrays, teacher_lse=rows, student_lse=rows, **options)
 
 
 PACKED_BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -99,7 +99,7 @@ def test_memory_is_a_few_tiles() -> None:
         forward_peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         g = np.ones_like(rows.kl)
-        streamkl_cupy.attention_kl_backward(g, *arrays, *rows[1:], rows.kl, wrt=INPUT_NAMES)
+        streamkl_cupy.attention_kl_backward(g, *arrays, saved=rows, wrt=INPUT_NAMES)
         backward_peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         scratch = streamkl_cupy.plan(*arrays).scratch_bytes
@@ -150,9 +150,7 @@ def test_no_warnings_and_error_state_is_left_alone() -> None:
     before = np.geterr()
     with np.errstate(all="raise"):
         rows = streamkl_cupy.attention_kl_forward(*arrays, **case.options)
-        streamkl_cupy.attention_kl_backward(
-            np.ones_like(rows.kl), *arrays, *rows[1:], rows.kl, wrt=INPUT_NAMES, **case.options
-        )
+        streamkl_cupy.attention_kl_backward(np.ones_like(rows.kl), *arrays, saved=rows, wrt=INPUT_NAMES, **case.options)
     assert np.geterr() == before
     assert np.isnan(rows.kl).all()
 

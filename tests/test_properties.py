@@ -66,9 +66,8 @@ def forward(backend: Any, case: Case, arrays: Any = None) -> tuple[Array, Array,
 def gradients(backend: Any, case: Case, grad: Array, wrt: tuple[str, ...] = INPUT_NAMES) -> list[Array | None]:
     arrays = backend.arrays(case)
     rows = streamkl_cupy.attention_kl_forward(*arrays, **case.options)
-    saved = (rows.teacher_lse, rows.student_lse, rows.kl)
     g = backend.array(grad, "float32")
-    found = streamkl_cupy.attention_kl_backward(g, *arrays, *saved, wrt=wrt, **case.options)
+    found = streamkl_cupy.attention_kl_backward(g, *arrays, saved=rows, wrt=wrt, **case.options)
     return [None if x is None else backend.numpy(x) for x in found]
 
 

@@ -122,7 +122,7 @@ def test_torch_producer_on_another_stream(torch: Any) -> None:
         consumer.wait_stream(producer)
         with torch.cuda.stream(consumer):
             kl = attention_kl_forward(*late).kl
-            grads = attention_kl_backward(torch.ones_like(kl), *late, *attention_kl_forward(*late)[1:])
+            grads = attention_kl_backward(torch.ones_like(kl), *late, saved=attention_kl_forward(*late))
         producer.wait_stream(consumer)
         assert grads.student_q.shape == late[2].shape
         consumer.synchronize()
@@ -451,7 +451,7 @@ def test_torch_graph_after_warmup(torch: Any) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         rows = attention_kl_forward(*static, causal=True)
-        grads = attention_kl_backward(grad, *static, *rows[1:], rows.kl, wrt=INPUT_NAMES, causal=True)
+        grads = attention_kl_backward(grad, *static, saved=rows, wrt=INPUT_NAMES, causal=True)
     allocated = None
     for i in range(10):
         values = sets[i % 4]
@@ -461,7 +461,7 @@ def test_torch_graph_after_warmup(torch: Any) -> None:
         eager = attention_kl_forward(*static, causal=True)
         assert torch.equal(rows.kl, eager.kl)
         close(rows.kl.cpu(), expected_kl(values, causal=True))
-        right = attention_kl_backward(grad, *static, *eager[1:], eager.kl, wrt=INPUT_NAMES, causal=True)
+        right = attention_kl_backward(grad, *static, saved=eager, wrt=INPUT_NAMES, causal=True)
         for a, b in zip(grads, right):
             close(a.float().cpu(), b.float().cpu(), 1e-3)
         del eager, right, a, b
@@ -550,12 +550,12 @@ def test_cupy_graph(cupy: Any) -> None:
     with stream:
         # Fills the pool of this stream: memory that the pool would have to get from CUDA cannot be had in a capture.
         first = attention_kl_forward(*static)
-        first_grads = attention_kl_backward(grad, *static, *first[1:])
+        first_grads = attention_kl_backward(grad, *static, saved=first)
         stream.synchronize()
         del first, first_grads
         stream.begin_capture()
         rows = attention_kl_forward(*static)
-        grads = attention_kl_backward(grad, *static, *rows[1:])
+        grads = attention_kl_backward(grad, *static, saved=rows)
         graph = stream.end_capture()
         for values in sets:
             for x, v in zip(static, values):

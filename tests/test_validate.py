@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ def test_options(options: Any, error: Any, text: str) -> None:
     for function, given in (
         (streamkl_cupy.attention_kl, x),
         (streamkl_cupy.attention_kl_forward, x),
-        (streamkl_cupy.attention_kl_backward, (rows, *x, rows, rows)),
+        (functools.partial(streamkl_cupy.attention_kl_backward, teacher_lse=rows, student_lse=rows), (rows, *x)),
         (streamkl_cupy.attention_kl_value_and_grad, x),
         (streamkl_cupy.plan, x),
         (streamkl_cupy.warmup, x),
@@ -259,7 +260,7 @@ def test_wrt(wrt: Any, error: Any, text: str) -> None:
     x = arrays_like()
     rows = np.zeros((2, 4, 7), np.float32)
     for function, given in (
-        (streamkl_cupy.attention_kl_backward, (rows, *x, rows, rows)),
+        (functools.partial(streamkl_cupy.attention_kl_backward, teacher_lse=rows, student_lse=rows), (rows, *x)),
         (streamkl_cupy.attention_kl_value_and_grad, x),
         (streamkl_cupy.plan, x),
         (streamkl_cupy.warmup, x),
@@ -270,8 +271,13 @@ def test_wrt(wrt: Any, error: Any, text: str) -> None:
 
 def test_teacher_gradient_needs_kl() -> None:
     rows = np.zeros((2, 4, 7), np.float32)
-    with pytest.raises(ValueError, match="wrt asks for teacher_k, whose gradient needs the row values: pass kl="):
-        streamkl_cupy.attention_kl_backward(rows, *arrays_like(), rows, rows, wrt=("teacher_k",))
+    with pytest.raises(
+        ValueError,
+        match=r"wrt asks for teacher_k, whose gradient needs the row values: pass the whole .* or its kl as kl=",
+    ):
+        streamkl_cupy.attention_kl_backward(
+            rows, *arrays_like(), teacher_lse=rows, student_lse=rows, wrt=("teacher_k",)
+        )
 
 
 def test_teacher_gradient_of_wide_heads_on_cuda() -> None:
@@ -294,8 +300,8 @@ def test_saved_rows(name: str) -> None:
     order = ("grad", "teacher_lse", "student_lse", "kl")
 
     def call(odd: Any) -> None:
-        grad, *rest = (odd if n == name else rows for n in order)
-        streamkl_cupy.attention_kl_backward(grad, *arrays_like(), *rest)
+        given = {n: odd if n == name else rows for n in order}
+        streamkl_cupy.attention_kl_backward(given.pop("grad"), *arrays_like(), **given)
 
     with pytest.raises(ValueError, match=rf"{name}: shape \(2, 7, 4\), .*expected \(2, 4, 7\)"):
         call(rows.reshape(2, 7, 4))
@@ -355,3 +361,9 @@ def test_plan_and_warmup_ask_for_shapes() -> None:
         streamkl_cupy.plan([1.0], *arrays_like()[1:])
     with pytest.raises(ValueError, match="sm_12"):
         streamkl_cupy.plan(*arrays_like(), arch="sm_12")
+
+
+@pytest.mark.parametrize("function", [streamkl_cupy.plan, streamkl_cupy.warmup])
+def test_op(function: Any) -> None:
+    with pytest.raises(ValueError, match="op='indexer_kl' is unknown; allowed are \"attention_kl\""):
+        function(*arrays_like(), op="indexer_kl")

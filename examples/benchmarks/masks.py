@@ -340,7 +340,7 @@ class Ours:
         deterministic = True if name == "deterministic" else None
         # Any values will do as upstream gradients; the row values are at hand, random and of the right type.
         return lambda: streamkl.attention_kl_backward(
-            rows.kl, *given, rows.teacher_lse, rows.student_lse, **options, deterministic=deterministic
+            rows.kl, *given, saved=rows, **options, deterministic=deterministic
         )
 
     def verify(self, name: str, given: Sequence[Any]) -> str:
