@@ -33,7 +33,9 @@ def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) ->
     """The checked form of a call, or the error that says what is wrong with it."""
     a, b, c, d = inputs
     # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
-    key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], a.ptr & 15, b.ptr & 15, c.ptr & 15, d.ptr & 15, chosen)
+    pattern = chosen.block_mask
+    named = chosen if pattern is None else (pattern.digest, *chosen[:-1])
+    key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], a.ptr & 15, b.ptr & 15, c.ptr & 15, d.ptr & 15, named)
     if masks is not None:
         key = (key, *(None if view is None else view[1:6] for view in masks))
     ready = _ready.get(key)
@@ -41,7 +43,7 @@ def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) ->
         problem = validate.to_problem(inputs, chosen, masks)
         runner = runner_for(problem)
         ready = Ready(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
-        _remember(_ready, key, ready)
+        _remember(_ready, key, ready, problem)
     return ready
 
 
@@ -51,16 +53,33 @@ def runner_for(problem: Problem) -> Any:
     if runner is None:
         with _building:
             runner = _runners.get(problem) or backend(problem.device).Runner(problem)
-            _remember(_runners, problem, runner)
+            _remember(_runners, problem, runner, problem)
     return runner
 
 
-def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+def _remember(cache: dict[Any, Any], key: Any, value: Any, problem: Problem) -> None:
     """Bounded, oldest out first: a program with ever new shapes must not grow for ever."""
     with _building:
         while len(cache) >= LIMIT:
-            del cache[next(iter(cache))]
+            cache.pop(next(iter(cache)), None)
         cache[key] = value
+    if problem.mask.blocks is not None:
+        from .patterns.pattern import when_gone
+
+        when_gone(_forget)
+
+
+def _forget(digest: str) -> None:
+    """Drop what is kept for a pattern that is gone: a program that makes one for every step holds no more than its own.
+
+    Takes no lock, because a pattern can end inside any other function: copying and popping are single operations.
+    """
+    for problem in list(_runners):
+        if problem.mask.blocks == digest:
+            _runners.pop(problem, None)
+    for key, ready in list(_ready.items()):
+        if ready.problem.mask.blocks == digest:
+            _ready.pop(key, None)
 
 
 def backend(device: Device) -> Any:

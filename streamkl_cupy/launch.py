@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from math import inf, prod
@@ -20,14 +21,13 @@ from .compile import import_cupy, load
 from .errors import CaptureError, DriverError
 from .masks import parts_of
 from .planning import KernelPlan, Plan, make_plan
-from .portions import portions, survey
 from .problem import INPUT_NAMES, Operand, Problem, canonical_strides
 from .source import flatten
 from .tensor_maps import MAP_BYTES, encode
 
 if TYPE_CHECKING:
     from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved
-    from .patterns import BlockPattern
+    from .pattern_memory import Lists
 
 LOG2E = 1.4426950408889634
 UNSPLIT = "unsplit forward"
@@ -80,6 +80,54 @@ def device_facts(index: int) -> DeviceFacts:
     )
 
 
+@lru_cache(maxsize=64)
+def _primary_context(index: int) -> int:
+    """Handle of a GPU's primary context, the one that every framework works in; it is made if need be.
+
+    Asked in a thread of its own, because the question changes what is current.
+    """
+    cuda = import_cupy().cuda
+
+    def ask() -> int:
+        cuda.runtime.setDevice(index)
+        return int(cuda.driver.ctxGetCurrent())
+
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return thread.submit(ask).result()
+        except cuda.runtime.CUDARuntimeError as error:
+            raise DriverError(f"GPU {index} cannot be used: {error}") from error
+
+
+class _Current:
+    """Makes a context current, and afterwards again whatever was.
+
+    Launches, modules and tensor maps are the driver's, which knows no default GPU: a thread that has never used CUDA
+    has no context at all, though the runtime names a current GPU there. What was is put back through the driver too,
+    because the runtime would make a context on a GPU that the program may not use.
+    """
+
+    __slots__ = ("_before", "_context", "_driver")
+
+    def __init__(self, driver: Any, context: int) -> None:
+        self._driver, self._context = driver, context
+
+    def __enter__(self) -> None:
+        self._before = self._driver.ctxGetCurrent()
+        if self._before != self._context:
+            self._driver.ctxSetCurrent(self._context)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != self._context:
+            self._driver.ctxSetCurrent(self._before)
+
+
+@lru_cache(maxsize=1024)
+def _text(entry: str, constants: tuple[tuple[str, Any], ...], slots: tuple[tuple[str, Any], ...]) -> str:
+    """The CUDA text of a kernel, read and put together once: other offsets, lengths and scales run the same one."""
+    return flatten(entry, dict(constants), dict(slots))
+
+
 class _Kernel:
     """Kernels that run one after the other on the same arguments, mostly one: loaded, with their launch shapes and the
     constant part of the arguments."""
@@ -88,7 +136,7 @@ class _Kernel:
 
     def __init__(self, problem: Problem, *plans: KernelPlan) -> None:
         self.plan = plan = plans[0]
-        text = flatten(plan.entry, dict(plan.constants), dict(plan.slots))
+        text = _text(plan.entry, plan.constants, plan.slots)
         self._launch = import_cupy().cuda.driver.launchKernel
         self._steps = tuple(
             (
@@ -99,8 +147,8 @@ class _Kernel:
         )
         self._maps = tuple(_Maps(problem.operand(name), problem.batch, box) for name, box in plan.boxes)
         self._base = len(self._maps) * MAP_BYTES
-        self._lists = _tile_lists(problem, plan)  # the template has their addresses
-        lists = [x.data.ptr for x in self._lists]
+        self._lists = _tile_lists(problem, plan)
+        lists = self._lists.pointers if self._lists else ()
         first = _MASK["forward" if plan.name in ("forward", "combine") else "gradient"]
         # (word of the struct, name) of what the mask reads from memory
         self.mask_words = tuple((first + i, name) for i, name in _mask_words(problem)[1])
@@ -134,6 +182,8 @@ class _Kernel:
         parameters = ctypes.c_void_p(ctypes.addressof(packed))
         for handle, shape in self._steps:
             self._launch(handle, *shape, stream, ctypes.addressof(parameters), 0)
+        if self._lists:
+            self._lists.used_on(stream)
 
 
 class _KeyBits:
@@ -142,7 +192,7 @@ class _KeyBits:
     __slots__ = ("_launch", "_shape", "_sizes", "_type")
 
     def __init__(self, problem: Problem, plan: KernelPlan) -> None:
-        text = flatten(plan.entry, dict(plan.constants), dict(plan.slots))
+        text = _text(plan.entry, plan.constants, plan.slots)
         self._launch = import_cupy().cuda.driver.launchKernel
         kernel = load(text, plan.symbol, plan.arch).kernel.ptr
         self._shape = (kernel, plan.blocks, 1, 1, plan.threads, 1, 1, 0)
@@ -182,8 +232,8 @@ class Runner:
 
     def __init__(self, problem: Problem) -> None:
         cupy = import_cupy()
-        self._runtime = cupy.cuda.runtime
-        self._guard = cupy.cuda.Device(problem.device.index)
+        self._runtime, self._driver = cupy.cuda.runtime, cupy.cuda.driver
+        self._context = _primary_context(problem.device.index)
         self.problem = problem
         self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
         self.workspace_bytes = self.plan.workspace_bytes
@@ -192,7 +242,7 @@ class Runner:
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
         """Compile, load and configure the forward and the gradients `wrt`; nothing is left for a first call to do."""
-        with self._guard:
+        with _Current(self._driver, self._context):
             split = (UNSPLIT, "combine") if self.plan.combine else ()
             fused = [fused.side for fused in self.plan.fused if all(x in wrt for x in fused.names)]
             bits = ("key_bits",) if self.plan.key_bits else ()
@@ -214,7 +264,7 @@ class Runner:
         if self._empty_rows:
             return
         name = "forward" if workspace or not self.plan.combine else UNSPLIT
-        with self._guard:
+        with _Current(self._driver, self._context):
             kernel = self._kernels.get(name) or self._kernel(name, stream)
             combine = None
             if workspace and self.plan.combine:
@@ -251,7 +301,7 @@ class Runner:
         """
         problem = self.problem
         wanted = {name: out for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None}
-        with self._guard:
+        with _Current(self._driver, self._context):
             # All kernels first: what cannot be built must fail before anything is written.
             launches: list[tuple[_Kernel, list[tuple[int, int]], int]] = []
             left = inf if room is None else room - self.plan.mask_bytes
@@ -335,37 +385,17 @@ def _mask_pointers(kernel: _Kernel, masks: MaskArrays | None, workspace: int) ->
     return [(word, workspace if name == "key_mask" else getattr(masks, name).ptr) for word, name in kernel.mask_words]
 
 
-def _tile_lists(problem: Problem, plan: KernelPlan) -> tuple[Any, ...]:
-    """Offsets and entries of the pattern's lists for the kernel's tiles, and the portions of its blocks, in the current
-    GPU's memory."""
+def _tile_lists(problem: Problem, plan: KernelPlan) -> Lists | None:
+    """What the kernel walks of the pattern, in the current GPU's memory; None where there is no pattern."""
     pattern = problem.mask.pattern
     if pattern is None or plan.name == "combine":
-        return ()
-    walk = (plan.tile.rows, plan.tile.columns, not dict(plan.constants)["SKL_ROWS_ARE_QUERIES"])
-    device = problem.device.index
-    return (
-        *_uploaded_lists(pattern, device, *walk),
-        _uploaded_portions(pattern, device, *walk, plan.group, plan.longest),
-    )
+        return None
+    # Imported here, because most calls have none.
+    from .pattern_memory import lists_for
 
-
-@lru_cache(maxsize=64)
-def _uploaded_lists(pattern: BlockPattern, device: int, rows: int, columns: int, by_keys: bool) -> tuple[Any, ...]:
-    return _uploaded(*pattern.tile_lists(rows, columns, by_keys))
-
-
-@lru_cache(maxsize=64)
-def _uploaded_portions(
-    pattern: BlockPattern, device: int, rows: int, columns: int, by_keys: bool, group: int, longest: int
-) -> Any:
-    return _uploaded(portions(survey(pattern, rows, columns, by_keys, group), longest, group).entries)[0]
-
-
-def _uploaded(*arrays: Any) -> tuple[Any, ...]:
-    cupy = import_cupy()
-    copies = tuple(cupy.asarray(x) for x in arrays)
-    cupy.cuda.get_current_stream().synchronize()  # kernels run on other streams
-    return copies
+    by_keys = not dict(plan.constants)["SKL_ROWS_ARE_QUERIES"]
+    tile = plan.tile
+    return lists_for(pattern, problem.device.index, tile.rows, tile.columns, by_keys, plan.group, plan.longest)
 
 
 def _template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> bytes:

@@ -85,7 +85,18 @@ class MaskSpec:
 
     parts: tuple[str, ...] = ()
     params: tuple[tuple[str, int], ...] = ()
-    pattern: BlockPattern | None = None
+    blocks: BlockPattern | str | None = None
+    """The block pattern, or its digest: the mask of a call has the digest, because problems are kept for as long as
+    they may be useful, and patterns for as long as their owners keep them."""
+
+    @property
+    def pattern(self) -> BlockPattern | None:
+        """The block pattern, if there is one; whoever asks during a call finds it alive."""
+        if not isinstance(self.blocks, str):
+            return self.blocks
+        from .patterns.pattern import pattern_of
+
+        return pattern_of(self.blocks)
 
     def __getitem__(self, key: str) -> int:
         return dict(self.params)[key]

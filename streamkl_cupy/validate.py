@@ -247,7 +247,8 @@ def _mask(chosen: Options, masks: MaskArrays | None, queries: int, keys: int) ->
         parts.append("keys")
     if chosen.block_mask is not None:
         parts.append("blocks")
-    return MaskSpec(tuple(parts), tuple(params.items()), chosen.block_mask)
+    digest = None if chosen.block_mask is None else chosen.block_mask.digest
+    return MaskSpec(tuple(parts), tuple(params.items()), digest)
 
 
 def _check_packed(inputs: Inputs, chosen: Options, masks: MaskArrays) -> None:

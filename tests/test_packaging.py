@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import streamkl_cupy
+
 pytest.importorskip("hatchling", reason="needs hatchling, of the test extra")
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +73,8 @@ def test_wheel_holds_every_cuda_source_unchanged(wheel: dict[str, bytes]) -> Non
 
 
 def test_wheel_holds_the_package_and_nothing_beside_it(wheel: dict[str, bytes]) -> None:
-    assert {name.split("/")[0] for name in wheel} == {"streamkl_cupy", "streamkl_cupy-0.1.0.dist-info"}
+    info = f"streamkl_cupy-{streamkl_cupy.__version__}.dist-info"
+    assert {name.split("/")[0] for name in wheel} == {"streamkl_cupy", info}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "streamkl_cupy").rglob("*.py")}
     assert modules | {"streamkl_cupy/py.typed"} <= set(wheel)
     assert any(name.endswith("licenses/LICENSE") for name in wheel)

@@ -384,6 +384,7 @@ class BlockPattern(_Kept):
 
 # Equal patterns may come and go in any order, so all that are alive are kept track of, not the first or the last one.
 _alive: dict[str, list[weakref.ref[BlockPattern]]] = {}
+_mourners: list[Callable[[str], None]] = []
 _alive_lock = threading.RLock()  # re-entered where a collection inside the lock ends the life of a pattern
 
 
@@ -393,11 +394,20 @@ def _register(pattern: BlockPattern) -> None:
     def forget(reference: weakref.ref[BlockPattern]) -> None:
         with _alive_lock:
             _alive[digest].remove(reference)
-            if not _alive[digest]:
+            gone = not _alive[digest]
+            if gone:
                 del _alive[digest]
+        for mourner in tuple(_mourners) if gone else ():
+            mourner(digest)
 
     with _alive_lock:
         _alive.setdefault(digest, []).append(weakref.ref(pattern, forget))
+
+
+def when_gone(mourner: Callable[[str], None]) -> None:
+    """Have a function called with the digest of every pattern of which the last one is gone, wherever that happens."""
+    if mourner not in _mourners:
+        _mourners.append(mourner)
 
 
 def pattern_of(digest: str) -> BlockPattern:
