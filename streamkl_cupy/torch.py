@@ -1,10 +1,10 @@
 """PyTorch: ``attention_kl`` under autograd, ``torch.func``, ``torch.compile`` and CUDA-graph capture.
 
-Three layers. Two opaque custom operators launch the kernels, so that tracers see one node each. An
-``autograd.Function`` around the forward operator gives first-order gradients under autograd and ``torch.func`` alike;
-its backward runs a second Function whose own backward refuses, because a silently missing second-order term is worse
-than an error. A forward that nothing traces or transforms skips the operator, and one that nothing differentiates
-skips the Function as well.
+Two opaque custom operators launch the kernels, and know their derivative: tracers see one node each, may find one
+tensor in several places, and let numbers and patterns change from call to call. Where nothing traces, an
+``autograd.Function`` does the same at less cost, and under ``torch.func``, which an operator's derivative does not
+support. Either way the backward cannot be differentiated again and says so, because a silently missing second-order
+term is worse than an error. A forward that nothing traces, transforms or differentiates skips all of this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import api, arrays, calls, reduce, validate
-from .adapters import a_kind_of
+from .adapters import a_kind_of, kind_of
 from .arrays import RowStats, Saved
 from .problem import INPUT_NAMES, MASK_ARRAYS, Options
 
@@ -29,10 +29,11 @@ __all__ = ["attention_kl"]
 
 _INPUTS = ", ".join(f"Tensor {name}" for name in INPUT_NAMES)
 _MASKS = ", ".join(f"Tensor? {name}" for name in MASK_ARRAYS)
-# Those of `Options`, with the digest of the pattern in place of the pattern.
+# Those of `Options`, with the key of the pattern in place of the pattern; and both scales again, for those that a
+# tracer holds as symbols: (2,) float64 on the CPU, NaN for a default.
 _OPTIONS = (
     "float? teacher_scale, float? student_scale, bool causal, SymInt? q_offset, str layout, str precision, "
-    "bool? deterministic, SymInt[]? window, str? block_mask"
+    "bool? deterministic, SymInt[]? window, Tensor? block_mask, Tensor? scales=None"
 )
 _NO_SECOND_ORDER = (
     "streamkl_cupy.attention_kl has first-order gradients only: its backward cannot be differentiated again. "
@@ -97,21 +98,26 @@ def attention_kl(
             )
     if reduction != "none":
         validate.choice("reduction", reduction, validate.REDUCTIONS)
-    options = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
     masks = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    for name, mask in zip(MASK_ARRAYS, masks):
+    for mask_name, mask in zip(MASK_ARRAYS, masks):
         if mask is not None and not isinstance(mask, Tensor):
-            raise arrays.no_mask_array(name, mask, "torch")
-    if _plain(inputs) and (key_mask is None or type(key_mask) is Tensor):
+            raise arrays.no_mask_array(mask_name, mask, "torch")
+    # Symbols of a tracer are no numbers to look at; the operator looks when it runs.
+    traced = _traced()
+    scales = (None, None) if traced else (teacher_scale, student_scale)
+    options = validate.options(*scales, causal, q_offset, layout, precision, deterministic, window, block_mask)
+    if traced:
+        key = None if block_mask is None else torch.from_numpy(block_mask.key)
+        kl, teacher_lse, student_lse = _in_graph(*inputs, *masks, teacher_scale, student_scale, *options[2:-1], key)
+    elif _plain(inputs) and (key_mask is None or type(key_mask) is Tensor):
         views, seen = calls.view_inputs(*inputs), calls.view_masks(*masks)
         ready = calls.prepare(views, options, seen)
         kl, teacher_lse, student_lse = (view.array for view in calls.forward(views, ready, seen))
     else:
-        function = _AttentionKL if torch.compiler.is_compiling() else _EagerAttentionKL
-        digest = None if block_mask is None else block_mask.digest
-        kl, teacher_lse, student_lse = function.apply(*inputs, *masks, *options[:-1], digest)  # type: ignore[no-untyped-call]
+        for kind, given in zip((*INPUT_NAMES, *MASK_ARRAYS), (*inputs, *masks)):
+            _refuse_distributed(kind, given)
+        key = None if block_mask is None else torch.from_numpy(block_mask.key)
+        kl, teacher_lse, student_lse = _AttentionKL.apply(*inputs, *masks, *options[:-1], key)  # type: ignore[no-untyped-call]
     if row_weight is not None:
         _check_weight(row_weight, kl)
     value = reduce.reduce_rows(torch, kl, teacher_lse, row_weight, reduction)
@@ -149,6 +155,45 @@ def _check_weight(weight: Any, rows: Tensor) -> None:
         raise ValueError(f"row_weight: shape {shape} does not broadcast to the rows {full}")
 
 
+def _refuse_distributed(name: str, x: Any) -> None:
+    if type(x).__module__.startswith("torch.distributed."):
+        raise TypeError(
+            f"{name} is a {kind_of(x)}, spread over devices; rows and heads are independent, so give each device its "
+            f"own part: wrap the call in torch.distributed.tensor.experimental.local_map with batch or heads sharded "
+            f"alike in all inputs, or pass {name}.to_local()"
+        )
+
+
+def _traced() -> bool:
+    """Whether this call is being written down, by torch.compile, torch.export or torch.jit.trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _in_graph(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator, with floats that are symbols as a tensor: an operator's float is a constant of the program, and a
+    scale that changes from step to step would mean another program for each step.
+
+    One function of the graph, because the tracer of Python code does not tell a symbol from a number.
+    """
+    *arrays, teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, key = args
+    scales = (teacher_scale, student_scale)
+    if any(isinstance(scale, torch.SymFloat) for scale in scales):
+        one = torch.ones((), dtype=torch.float64)
+        packed = torch.stack([one * (torch.nan if scale is None else scale) for scale in scales])
+        scales = (None, None)
+    else:
+        packed = None
+        scales = validate.options(*scales)[:2]
+    for x in arrays[:4]:
+        if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+            raise NotImplementedError(_NO_FORWARD_MODE)
+    rows: tuple[Tensor, Tensor, Tensor] = _forward_op(
+        *arrays, *scales, causal, q_offset, layout, precision, deterministic, window, key, packed
+    )
+    return rows
+
+
 # torch has no public question for these two. Where a name is gone, the call takes the autograd.Function, which is right
 # in every context and only slower.
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
@@ -157,7 +202,7 @@ _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 def _plain(inputs: Sequence[Tensor]) -> bool:
     """Whether nothing differentiates, transforms or traces this call, so that it may skip the dispatcher."""
-    if torch.compiler.is_compiling() or _transforms_active() or _dispatch_modes():
+    if _transforms_active() or _dispatch_modes():
         return False
     if getattr(forward_ad, "_current_level", 0) >= 0:
         return False
@@ -168,75 +213,59 @@ def _plain(inputs: Sequence[Tensor]) -> bool:
     return True
 
 
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """What the backward of a forward reads, kept by the graph: the arrays, the saved rows, the options."""
+    kl, teacher_lse, student_lse = output
+    ctx.mark_non_differentiable(teacher_lse, student_lse)
+    ctx.set_materialize_grads(False)
+    # Only the teacher's gradient reads kl; otherwise the caller may scale it in place.
+    saved_kl = kl if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
+    # The last options are tensors too.
+    ctx.save_for_backward(*inputs[:4], teacher_lse, student_lse, saved_kl, *inputs[4:8], *inputs[16:])
+    ctx.options = inputs[8:16]
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, backward: Any) -> tuple[Tensor | None, ...]:
+    """Gradients by every argument of a forward, computed by `backward`."""
+    wanted = list(ctx.needs_input_grad[:4])
+    nothing = (None,) * len(ctx.needs_input_grad)
+    if grad is None or not any(wanted):
+        return nothing
+    saved = ctx.saved_tensors
+    grads = backward(grad, *saved[:11], wanted, *ctx.options, *saved[11:])
+    return (*(g if w else None for g, w in zip(grads, wanted)), *nothing[4:])
+
+
+def _refuse_second_order(ctx: Any, *grads: Any) -> NoReturn:
+    raise NotImplementedError(_NO_SECOND_ORDER)
+
+
 class _AttentionKL(torch.autograd.Function):
-    """The forward operator with its first-order gradient."""
+    """The forward with its first-order gradient, where nothing traces."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(  # spelled out: torch.compile counts the parameters to tell whether a ctx comes first
-        teacher_q: Tensor,
-        teacher_k: Tensor,
-        student_q: Tensor,
-        student_k: Tensor,
-        key_lengths: Tensor | None,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        key_mask: Tensor | None,
-        teacher_scale: float | None,
-        student_scale: float | None,
-        causal: bool,
-        q_offset: int | None,
-        layout: str,
-        precision: str,
-        deterministic: bool | None,
-        window: tuple[int, int] | None,
-        block_mask: str | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        options = (
-            teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-        )  # fmt: skip
-        arrays = (teacher_q, teacher_k, student_q, student_k, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-        launch: Any = _launch_forward if _plain((teacher_q, teacher_k, student_q, student_k)) else _forward_op
-        rows: tuple[Tensor, Tensor, Tensor] = launch(*arrays, *options)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        launch: Any = _launch_forward if _plain(args[:4]) else _forward_op
+        rows: tuple[Tensor, Tensor, Tensor] = launch(*args)
         return rows
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        kl, teacher_lse, student_lse = output
-        ctx.mark_non_differentiable(teacher_lse, student_lse)
-        ctx.set_materialize_grads(False)
-        # Only the teacher's gradient reads kl; otherwise the caller may scale it in place.
-        saved_kl = kl if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(*inputs[:4], teacher_lse, student_lse, saved_kl, *inputs[4:8])
-        ctx.options = inputs[8:]
+        _setup_context(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_lse_grads: None) -> tuple[Tensor | None, ...]:
-        wanted = list(ctx.needs_input_grad[:4])
-        unused = (None,) * (4 + len(ctx.options))
-        if grad is None or not any(wanted):
-            return (None, None, None, None, *unused)
-        grads = _AttentionKLBackward.apply(grad, *ctx.saved_tensors, wanted, *ctx.options)  # type: ignore[no-untyped-call]
-        return (*(g if w else None for g, w in zip(grads, wanted)), *unused)
-
-
-# torch binds the arguments at every call; a signature that lies ready saves it the work of making one each time.
-_AttentionKL.forward.__signature__ = inspect.signature(_AttentionKL.forward)  # type: ignore[attr-defined]
-
-
-class _EagerAttentionKL(_AttentionKL):
-    """Adds our words to the refusal of forward mode; torch.compile does not trace a Function that has a jvp."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _AttentionKL.setup_context(ctx, inputs, output)
-        # Operators are handed a pattern's digest; what keeps the pattern until the backward is the graph.
-        ctx.pattern = None if inputs[-1] is None else _pattern_of(inputs[-1])
+        return _differentiate(ctx, grad, _AttentionKLBackward.apply)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+# torch binds the arguments at every call; a signature that lies ready saves it the work of making one each time.
+_AttentionKL.forward.__signature__ = inspect.signature(_AttentionKL.forward)  # type: ignore[attr-defined]
 
 
 class _AttentionKLBackward(torch.autograd.Function):
@@ -245,38 +274,9 @@ class _AttentionKLBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        grad: Tensor,
-        teacher_q: Tensor,
-        teacher_k: Tensor,
-        student_q: Tensor,
-        student_k: Tensor,
-        teacher_lse: Tensor,
-        student_lse: Tensor,
-        kl: Tensor | None,
-        key_lengths: Tensor | None,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        key_mask: Tensor | None,
-        wanted: Sequence[bool],
-        teacher_scale: float | None,
-        student_scale: float | None,
-        causal: bool,
-        q_offset: int | None,
-        layout: str,
-        precision: str,
-        deterministic: bool | None,
-        window: tuple[int, int] | None,
-        block_mask: str | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        options = (
-            teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-        )  # fmt: skip
-        masks = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Always the operator: is_grads_batched hands over batched tensors that nothing here could recognise.
-        grads: tuple[Tensor, Tensor, Tensor, Tensor] = _backward_op(
-            grad, teacher_q, teacher_k, student_q, student_k, teacher_lse, student_lse, kl, *masks, wanted, *options
-        )
+        grads: tuple[Tensor, Tensor, Tensor, Tensor] = _backward_op(*args)
         return grads
 
     @staticmethod
@@ -285,7 +285,7 @@ class _AttentionKLBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise NotImplementedError(_NO_SECOND_ORDER)
+        _refuse_second_order(ctx, *grads)
 
 
 def _launch_forward(
@@ -301,10 +301,14 @@ def _launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
     masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    ready = calls.prepare(inputs, _unpacked(options), masks)
+    chosen = _unpacked(*options)
+    ready = calls.prepare(inputs, chosen, masks)
     # Three allocations, where the direct path makes one: operator outputs must not share memory.
     rows = RowStats(*(arrays.empty(inputs.student_q, ready.row_shape, ready.stat_dtype) for _ in range(3)))
     calls.launch_forward(inputs, ready, rows, masks)
+    if chosen.block_mask is not None:
+        # What a backward reads keeps the pattern, of which operators know the key only.
+        rows.student_lse.array._streamkl_block_mask = chosen.block_mask
     return rows.kl.array, rows.teacher_lse.array, rows.student_lse.array
 
 
@@ -328,7 +332,7 @@ def _launch_backward(
     wrt = tuple(name for name, w in zip(INPUT_NAMES, wanted) if w)
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
     masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    ready = calls.prepare(inputs, _unpacked(options), masks)
+    ready = calls.prepare(inputs, _unpacked(*options), masks)
     validate.gradients_built(ready.problem, wrt)
     saved = Saved(
         arrays.describe("grad", grad),
@@ -341,18 +345,31 @@ def _launch_backward(
     return a, b, c, d
 
 
-def _pattern_of(digest: str) -> Any:
-    # Imported here, because most programs have none.
-    from .patterns.pattern import pattern_of
-
-    return pattern_of(digest)
-
-
-def _unpacked(options: tuple[Any, ...]) -> Options:
+def _unpacked(
+    teacher_scale: float | None,
+    student_scale: float | None,
+    causal: bool,
+    q_offset: int | None,
+    layout: str,
+    precision: str,
+    deterministic: bool | None,
+    window: Sequence[int] | None,
+    block_mask: Tensor | None,
+    scales: Tensor | None = None,
+) -> Options:
     """Options as the operators take them: a schema knows lists for tuples, and no patterns."""
-    window, digest = options[7:]
-    pattern = None if digest is None else _pattern_of(digest)
-    return Options(*options)._replace(window=None if window is None else tuple(window), block_mask=pattern)
+    if scales is not None:
+        teacher_scale, student_scale = (None if scale != scale else scale for scale in scales.tolist())
+    pair = None if window is None else (window[0], window[1])
+    pattern = None
+    if block_mask is not None:
+        # Imported here, because most programs have none.
+        from .patterns.pattern import pattern_of
+
+        pattern = pattern_of(block_mask.numpy().tobytes().hex())
+    return validate.options(
+        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, pair, pattern
+    )
 
 
 _forward_op = torch.library.custom_op(
@@ -368,6 +385,16 @@ _backward_op = torch.library.custom_op(
     schema=f"(Tensor grad, {_INPUTS}, Tensor teacher_lse, Tensor student_lse, Tensor? kl, {_MASKS}, bool[] wanted, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
+
+
+def _saves_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+_forward_op.register_autograd(
+    lambda ctx, grad, *_lse_grads: _differentiate(ctx, grad, _backward_op), setup_context=_setup_context
+)
+_backward_op.register_autograd(_refuse_second_order, setup_context=_saves_nothing)
 
 
 @_forward_op.register_fake

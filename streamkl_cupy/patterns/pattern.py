@@ -6,9 +6,9 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,11 +39,15 @@ class Coverage(NamedTuple):
 class _Kept:
     """What a pattern keeps beside its value, and so beside the fields of the dataclass."""
 
+    key: NDArray[np.int64]
+    """The digest as two numbers, for programs that can be handed arrays only."""
     _lists: dict[tuple[int, int, bool], TileLists]
     _lock: threading.Lock
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+# Frozen by its own hand: torch.compile would make every field of a frozen dataclass a condition of its programs, and
+# compile anew for each pattern. As it is, it finds `key`, and takes that for an input.
+@dataclass(init=False, eq=False, repr=False)
 class BlockPattern(_Kept):
     """Which key blocks each query block visits, for each head or for all of them: a frozen, hashable value.
 
@@ -80,8 +84,8 @@ class BlockPattern(_Kept):
         [0, 1, 2, 3]
     """
 
-    row_offsets: NDArray[Any]
-    key_blocks: NDArray[Any]
+    row_offsets: NDArray[np.int32]
+    key_blocks: NDArray[np.int32]
     queries: int
     keys: int
     query_block: int = 64
@@ -91,9 +95,18 @@ class BlockPattern(_Kept):
     query_blocks: NDArray[np.int32] = field(init=False)
     digest: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        grid = Grid.checked(self.queries, self.keys, (self.query_block, self.key_block), self.diagonal)
-        offsets, blocks = _checked_rows(self.row_offsets, self.key_blocks, grid)
+    def __init__(
+        self,
+        row_offsets: Any,
+        key_blocks: Any,
+        queries: int,
+        keys: int,
+        query_block: int = 64,
+        key_block: int = 64,
+        diagonal: int | None = None,
+    ) -> None:
+        grid = Grid.checked(queries, keys, (query_block, key_block), diagonal)
+        offsets, blocks = _checked_rows(row_offsets, key_blocks, grid)
         column_offsets, query_blocks = _by_column(offsets, blocks, grid)
         header = ("rows", len(offsets), *grid)
         content = hashlib.blake2b(repr(header).encode(), digest_size=16)
@@ -107,12 +120,19 @@ class BlockPattern(_Kept):
             "column_offsets": frozen(column_offsets),
             "query_blocks": frozen(query_blocks),
             "digest": digest,
+            "key": np.frombuffer(bytearray.fromhex(digest), np.int64),  # writeable, as torch wants its arrays
             "_lists": {},
             "_lock": threading.Lock(),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
         _register(self)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise FrozenInstanceError(f"a BlockPattern is frozen: {name} cannot be set or deleted; make another pattern")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
 
     def __hash__(self) -> int:
         return hash(self.digest)
