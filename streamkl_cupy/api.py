@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -61,6 +63,21 @@ def _documented(function: _F) -> _F:
     for key, text in _TEXT.items():
         function.__doc__ = (function.__doc__ or "").replace(f"<{key}>", text)
     return function
+
+
+def _outside_programs(function: _F) -> _F:
+    """Keep torch.compile out: what computes on memory by its address is not to be translated, nor run on stand-ins."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.compiler.is_compiling():
+            from .torch import outside_programs
+
+            return outside_programs(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class KLForward(NamedTuple):
@@ -224,6 +241,7 @@ def attention_kl(
     return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
 
 
+@_outside_programs
 @_documented
 def attention_kl_forward(
     teacher_q: Any,
@@ -299,6 +317,7 @@ def attention_kl_forward(
     return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
 
 
+@_outside_programs
 @_documented
 def attention_kl_backward(
     grad: Any,
@@ -403,6 +422,7 @@ def attention_kl_backward(
     return KLGradients(*calls.backward(inputs, ready, rows, wrt, masks))
 
 
+@_outside_programs
 @_documented
 def attention_kl_value_and_grad(
     teacher_q: Any,

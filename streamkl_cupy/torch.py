@@ -9,6 +9,7 @@ term is worse than an error. A forward that nothing traces, transforms or differ
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -107,6 +108,11 @@ def attention_kl(
     scales = (None, None) if traced else (teacher_scale, student_scale)
     options = validate.options(*scales, causal, q_offset, layout, precision, deterministic, window, block_mask)
     if traced:
+        if block_mask is not None and torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling():
+            raise NotImplementedError(
+                "block_mask under torch.export.export(strict=True), which would make a constant without values of the "
+                "pattern; pass strict=False"
+            )
         key = None if block_mask is None else torch.from_numpy(block_mask.key)
         kl, teacher_lse, student_lse = _in_graph(*inputs, *masks, teacher_scale, student_scale, *options[2:-1], key)
     elif _plain(inputs) and (key_mask is None or type(key_mask) is Tensor):
@@ -185,13 +191,22 @@ def _in_graph(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     else:
         packed = None
         scales = validate.options(*scales)[:2]
-    for x in arrays[:4]:
-        if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
-            raise NotImplementedError(_NO_FORWARD_MODE)
-    rows: tuple[Tensor, Tensor, Tensor] = _forward_op(
-        *arrays, *scales, causal, q_offset, layout, precision, deterministic, window, key, packed
-    )
+    if getattr(forward_ad, "_current_level", -1) >= 0:  # programs are compiled anew for each level
+        raise NotImplementedError(_NO_FORWARD_MODE)
+    options = (*scales, causal, q_offset, layout, precision, deterministic, window, key, packed)
+    # The derivative of an operator is not for torch.func.
+    forward: Any = _AttentionKL.apply if _transforms_active() else _forward_op
+    rows: tuple[Tensor, Tensor, Tensor] = forward(*arrays, *options)
     return rows
+
+
+@functools.partial(
+    torch.compiler.disable,
+    reason="it computes on memory that tracers do not have; streamkl_cupy.attention_kl can be compiled",
+)
+def outside_programs(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an explicit function from code that torch.compile compiles, which is interrupted there."""
+    return function(*args, **kwargs)
 
 
 # torch has no public question for these two. Where a name is gone, the call takes the autograd.Function, which is right

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -411,7 +412,9 @@ _alive_lock = threading.RLock()  # re-entered where a collection inside the lock
 def _register(pattern: BlockPattern) -> None:
     digest = pattern.digest
 
-    def forget(reference: weakref.ref[BlockPattern]) -> None:
+    def forget(reference: weakref.ref[BlockPattern], ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():  # modules are being taken apart
+            return
         with _alive_lock:
             _alive[digest].remove(reference)
             gone = not _alive[digest]
