@@ -6,6 +6,7 @@ A framework is looked up through `sys.modules`, never imported: whoever holds an
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,6 +20,7 @@ from .problem import Device, compact_strides
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 MASK_ITEMSIZE = {"int32": 4, "bool": 1}
 CPU = Device("cpu")
+_XLA_DETERMINISTIC = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 
 # numpy dtype object -> our name. bfloat16 joins when the first array of it arrives: only ml_dtypes defines it. Types
 # of foreign byte order compare unequal to these, so they are refused like any other.
@@ -102,6 +104,10 @@ class Adapter:
     def stream(self, index: int) -> int:
         """Handle of the current stream of GPU `index`."""
         raise NotImplementedError
+
+    def deterministic(self) -> bool:
+        """Whether the framework has been asked for equal bits from run to run, by a switch of its own."""
+        return False
 
 
 class NumPy(Adapter):
@@ -260,6 +266,10 @@ class Torch(Adapter):
             return int(self.raw_stream(index))
         return int(self.torch.cuda.current_stream(index).cuda_stream)
 
+    def deterministic(self) -> bool:
+        # With warn_only too: that is for operators which have no such way.
+        return bool(self.torch.are_deterministic_algorithms_enabled())
+
 
 class JAX(Adapter):
     """JAX arrays, read only: XLA makes its results itself."""
@@ -294,6 +304,9 @@ class JAX(Adapter):
 
     def is_standin(self, x: Any) -> bool:
         return isinstance(x, self.tracer)
+
+    def deterministic(self) -> bool:
+        return xla_deterministic()
 
 
 class Other(Adapter):
@@ -383,6 +396,14 @@ def a_kind_of(x: Any) -> str:
 def with_article(kind: str) -> str:
     """A type name as it is read aloud: "a uint8" begins with a consonant."""
     return f"{'an' if kind[0] in 'aeioAEIO' else 'a'} {kind}"
+
+
+def xla_deterministic() -> bool:
+    """Whether XLA's flags ask for equal bits from run to run; it tells nobody, but reads them where this does."""
+    flags = [flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split()]
+    # The last one of a name counts.
+    values = {name: value.strip("\"'").lower() not in ("false", "0") for name, _, value in flags}
+    return any(values.get(name, False) for name in _XLA_DETERMINISTIC)
 
 
 def _attribute(module: str, name: str) -> Any:

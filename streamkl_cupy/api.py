@@ -45,7 +45,9 @@ _TEXT = {
         layout: "bhnd" as above, or "bnhd" for (B, M, H, D) arrays, whose row results are (B, M, H).
         precision: Of products of float32 inputs on CUDA: "highest" is float32 accuracy, "high" is faster with about 16
             bits of mantissa. Other dtypes are exact already.
-        deterministic: True asks for bit-equal results from run to run; None is the fastest path.""",
+        deterministic: True asks for bit-equal results from run to run, False for the fastest path. None is what the
+            framework is set to, `torch.use_deterministic_algorithms` or the flag `--xla_gpu_deterministic_ops` in
+            XLA_FLAGS, and the fastest path where it says nothing.""",
     "WRT": """wrt: Names of the inputs to differentiate by, a tuple such as ("student_q", "student_k").""",
     "WEIGHT": """row_weight: Weight w of each row, an array that broadcasts to the rows. Default 1 everywhere.""",
     "ERRORS": """TypeError: wrong kind of array or dtype, or arrays of several frameworks.
@@ -574,6 +576,8 @@ def plan(
     device = None if arch is None else arrays.cuda(0)
     inputs = calls.outline(given, device)
     masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q, device)
+    if chosen.deterministic is None:
+        chosen = chosen._replace(deterministic=calls.as_framework_says(inputs.student_q))
     problem = validate.to_problem(inputs, chosen, masks)
     validate.gradients_built(problem, wrt)
     if arch is None:
@@ -634,6 +638,8 @@ def warmup(
     wrt = validate.wanted(wrt)
     inputs = calls.outline((teacher_q, teacher_k, student_q, student_k))
     masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q)
+    if chosen.deterministic is None:
+        chosen = chosen._replace(deterministic=calls.as_framework_says(inputs.student_q))
     problem = validate.to_problem(inputs, chosen, masks)
     validate.gradients_built(problem, wrt)
     calls.runner_for(problem).warmup(wrt)

@@ -7,6 +7,7 @@ import threading
 from typing import Any, NamedTuple
 
 from . import arrays, validate
+from .adapters import ADAPTERS
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
 from .problem import INPUT_NAMES, MASK_ARRAYS, Device, Options, Problem
 
@@ -32,19 +33,29 @@ _building = threading.RLock()
 def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Ready:
     """The checked form of a call, or the error that says what is wrong with it."""
     a, b, c, d = inputs
+    deterministic = chosen.deterministic
+    if deterministic is None:
+        deterministic = as_framework_says(c)
     # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
     pattern = chosen.block_mask
     named = chosen if pattern is None else (pattern.digest, *chosen[:-1])
-    key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], a.ptr & 15, b.ptr & 15, c.ptr & 15, d.ptr & 15, named)
+    alignment = (a.ptr & 15, b.ptr & 15, c.ptr & 15, d.ptr & 15)
+    key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], alignment, named, deterministic)
     if masks is not None:
         key = (key, *(None if view is None else view[1:6] for view in masks))
     ready = _ready.get(key)
     if ready is None:
-        problem = validate.to_problem(inputs, chosen, masks)
+        problem = validate.to_problem(inputs, chosen._replace(deterministic=deterministic), masks)
         runner = runner_for(problem)
         ready = Ready(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
         _remember(_ready, key, ready, problem)
     return ready
+
+
+def as_framework_says(like: ArrayView) -> bool:
+    """What `deterministic=None` means beside arrays like this one: whatever their framework has been asked for."""
+    adapter = ADAPTERS.get(arrays.native(like))
+    return adapter is not None and adapter.deterministic()
 
 
 def runner_for(problem: Problem) -> Any:

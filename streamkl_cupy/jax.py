@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -20,7 +21,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from . import api, arrays, calls, reduce, validate
-from .adapters import a_kind_of
+from .adapters import a_kind_of, xla_deterministic
 from .problem import INPUT_NAMES, MASK_ARRAYS, STUDENT, Device, Options, Problem, compact_strides
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ class _Config(NamedTuple):
 
     options: Options
     platform: str
+
+
+def _config(options: Options, inputs: tuple[Any, ...]) -> _Config:
+    if options.deterministic is None:
+        options = options._replace(deterministic=xla_deterministic())
+    return _Config(options, _platform(inputs[0]))
 
 
 def attention_kl(
@@ -82,7 +89,9 @@ def attention_kl(
     arrays is static except ``row_weight`` and the arrays of masks. ``vmap`` becomes one larger batch; packed sequences
     have none, so there it becomes a loop. Under plain ``jit`` on sharded arrays XLA gathers them and every device
     does all the work: use ``shard_map`` over the batch or head axis.
-    Under a transform the arrays are taken to be on JAX's default device.
+    Under a transform the arrays are taken to be on JAX's default device. A `block_mask` is part of the program: another
+    one means another compilation, and JAX keeps what it has compiled, patterns included, for as long as the jitted
+    function of the caller, or for calls outside of one until `jax.clear_caches()`.
 
     Example:
         >>> import jax
@@ -99,9 +108,12 @@ def attention_kl(
     validate.choice("reduction", reduction, validate.REDUCTIONS)
     if dense_teacher_lse is not None and not return_lse:
         raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
-    config = _Config(options, _platform(inputs[0]))
+    config = _config(options, inputs)
     masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    rows = _attention_kl(inputs, masks, row_weight, config=config, reduction=reduction)
+    # JAX keeps a jitted function's programs, and with them their patterns. Inside a program of the caller's, its own
+    # function does: what is written into that is gone with it.
+    entry = _value if block_mask is not None and _staged() else _attention_kl
+    rows = entry(inputs, masks, row_weight, config=config, reduction=reduction)
     return _with_mass(rows, dense_teacher_lse) if return_lse else rows.kl
 
 
@@ -131,7 +143,7 @@ def attention_kl_forward(
     options = validate.options(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
-    config = _Config(options, _platform(inputs[0]))
+    config = _config(options, inputs)
     masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
     _concrete("attention_kl_forward", (*masks, dense_teacher_lse))
     return _with_mass(api.KLForward(*_forward_entry(inputs, masks, config=config)), dense_teacher_lse)
@@ -171,7 +183,7 @@ def attention_kl_backward(
     teacher_lse, student_lse, kl = validate.saved_rows(saved, teacher_lse, student_lse, kl)
     wrt = validate.wanted(wrt, kl is not None)
     rows = (grad, teacher_lse, student_lse) if kl is None else (grad, teacher_lse, student_lse, kl)
-    config = _Config(options, _platform(inputs[0]))
+    config = _config(options, inputs)
     masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
     _concrete("attention_kl_backward", (*rows, *masks))
     return api.KLGradients(**_backward_entry(inputs, masks, rows, config=config, wrt=_in_order(wrt)))
@@ -207,7 +219,7 @@ def attention_kl_value_and_grad(
     )
     wrt = validate.wanted(wrt)
     validate.choice("reduction", reduction, ("sum", "mean"))
-    config = _Config(options, _platform(inputs[0]))
+    config = _config(options, inputs)
     masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
     _concrete("attention_kl_value_and_grad", masks)
     value, grads = _value_and_grad(inputs, masks, row_weight, config=config, reduction=reduction, wrt=_in_order(wrt))
@@ -218,8 +230,7 @@ def attention_kl_value_and_grad(
 # compiles again; a callback made anew per call would cost 10 ms each time.
 
 
-@functools.partial(jax.jit, static_argnames=("config", "reduction"))
-def _attention_kl(
+def _value(
     inputs: tuple[Any, ...], masks: _Masks, row_weight: Any, *, config: _Config, reduction: str
 ) -> api.KLForward:
     inputs, masks = _varying_alike(inputs, masks)
@@ -229,6 +240,9 @@ def _attention_kl(
     _check_weight(row_weight, kl)
     value = reduce.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
     return api.KLForward(value, teacher_lse, student_lse)
+
+
+_attention_kl = jax.jit(_value, static_argnames=("config", "reduction"))
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -389,12 +403,24 @@ def _mesh_axes(x: Any) -> frozenset[Any]:
     return varying
 
 
-@functools.cache
-def _forward_callback(options: Options, lead: int, masked: tuple[str, ...]) -> Callable[..., None]:
-    """The function XLA calls with its buffers; one object per configuration, as it is part of XLA's cache key.
+# The functions that XLA calls with its buffers: one object per configuration, as it is part of XLA's cache key, and for
+# as long as a program has it. Options hold the pattern of a mask, so a longer life would keep every pattern there was.
+_callbacks: weakref.WeakValueDictionary[tuple[Any, ...], Callable[..., None]] = weakref.WeakValueDictionary()
 
-    `masked` names the arrays of the mask, which come after the inputs.
-    """
+
+def _kept_by_programs(make: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..., None]]:
+    @functools.wraps(make)
+    def kept(*configuration: Any) -> Callable[..., None]:
+        key = (make.__name__, *configuration)
+        found = _callbacks.get(key)
+        return _callbacks.setdefault(key, make(*configuration)) if found is None else found
+
+    return kept
+
+
+@_kept_by_programs
+def _forward_callback(options: Options, lead: int, masked: tuple[str, ...]) -> Callable[..., None]:
+    """Launches a forward. `masked` names the arrays of the mask, which come after the inputs."""
 
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
         inputs, masks = buffers[:4], buffers[4:]
@@ -414,7 +440,7 @@ def _forward_callback(options: Options, lead: int, masked: tuple[str, ...]) -> C
     return callback
 
 
-@functools.cache
+@_kept_by_programs
 def _backward_callback(
     options: Options, wrt: tuple[str, ...], lead: int, masked: tuple[str, ...]
 ) -> Callable[..., None]:
@@ -582,6 +608,11 @@ def _concrete(function: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
             f"streamkl_cupy.attention_kl, which is differentiable, instead of the explicit functions"
         )
     return values
+
+
+def _staged() -> bool:
+    """Whether operations are being written into a program at this moment: constants then come as tracers too."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _in_order(wrt: tuple[str, ...]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import api, arrays, calls, reduce, validate
-from .adapters import a_kind_of, kind_of
+from .adapters import a_kind_of
 from .arrays import RowStats, Saved
 from .problem import INPUT_NAMES, MASK_ARRAYS, Options
 
@@ -108,13 +108,10 @@ def attention_kl(
     scales = (None, None) if traced else (teacher_scale, student_scale)
     options = validate.options(*scales, causal, q_offset, layout, precision, deterministic, window, block_mask)
     if traced:
-        if block_mask is not None and torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling():
-            raise NotImplementedError(
-                "block_mask under torch.export.export(strict=True), which would make a constant without values of the "
-                "pattern; pass strict=False"
-            )
         key = None if block_mask is None else torch.from_numpy(block_mask.key)
-        kl, teacher_lse, student_lse = _in_graph(*inputs, *masks, teacher_scale, student_scale, *options[2:-1], key)
+        kl, teacher_lse, student_lse = _in_graph(
+            torch.compiler.is_dynamo_compiling(), *inputs, *masks, teacher_scale, student_scale, *options[2:-1], key
+        )
     elif _plain(inputs) and (key_mask is None or type(key_mask) is Tensor):
         views, seen = calls.view_inputs(*inputs), calls.view_masks(*masks)
         ready = calls.prepare(views, options, seen)
@@ -164,7 +161,7 @@ def _check_weight(weight: Any, rows: Tensor) -> None:
 def _refuse_distributed(name: str, x: Any) -> None:
     if type(x).__module__.startswith("torch.distributed."):
         raise TypeError(
-            f"{name} is a {kind_of(x)}, spread over devices; rows and heads are independent, so give each device its "
+            f"{name} is {a_kind_of(x)}, spread over devices; rows and heads are independent, so give each device its "
             f"own part: wrap the call in torch.distributed.tensor.experimental.local_map with batch or heads sharded "
             f"alike in all inputs, or pass {name}.to_local()"
         )
@@ -182,7 +179,14 @@ def _in_graph(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     One function of the graph, because the tracer of Python code does not tell a symbol from a number.
     """
-    *arrays, teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, key = args
+    dynamo, *arrays, teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, key = (
+        args
+    )
+    if dynamo and key is not None and torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "block_mask under torch.export.export(strict=True), which makes of the pattern a constant that holds no "
+            "numbers; pass strict=False"
+        )
     scales = (teacher_scale, student_scale)
     if any(isinstance(scale, torch.SymFloat) for scale in scales):
         one = torch.ones((), dtype=torch.float64)
