@@ -198,8 +198,9 @@ def _in_graph(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if getattr(forward_ad, "_current_level", -1) >= 0:  # programs are compiled anew for each level
         raise NotImplementedError(_NO_FORWARD_MODE)
     options = (*scales, causal, q_offset, layout, precision, deterministic, window, key, packed)
-    # The derivative of an operator is not for torch.func.
-    forward: Any = _AttentionKL.apply if _transforms_active() else _forward_op
+    forward: Any = _forward_op if key is None and packed is None else _forward_on_host
+    if _transforms_active():  # which do not support the derivative of an operator
+        forward = _AttentionKL.apply
     rows: tuple[Tensor, Tensor, Tensor] = forward(*arrays, *options)
     return rows
 
@@ -391,68 +392,76 @@ def _unpacked(
     )
 
 
-_forward_op = torch.library.custom_op(
-    "streamkl::attention_kl_forward",
-    _launch_forward,
-    mutates_args=(),
-    schema=f"({_INPUTS}, {_MASKS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)
-_backward_op = torch.library.custom_op(
-    "streamkl::attention_kl_backward",
-    _launch_backward,
-    mutates_args=(),
-    schema=f"(Tensor grad, {_INPUTS}, Tensor teacher_lse, Tensor student_lse, Tensor? kl, {_MASKS}, bool[] wanted, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-def _saves_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    pass
-
-
-_forward_op.register_autograd(
-    lambda ctx, grad, *_lse_grads: _differentiate(ctx, grad, _backward_op), setup_context=_setup_context
-)
-_backward_op.register_autograd(_refuse_second_order, setup_context=_saves_nothing)
-
-
-@_forward_op.register_fake
-def _(teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, *options: Any) -> Any:
+def _fake_forward(teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, *options: Any) -> Any:
     wide = torch.float64 in (teacher_q.dtype, student_q.dtype)
     dtype = torch.float64 if wide else torch.float32
     return tuple(student_q.new_empty(student_q.shape[:-1], dtype=dtype) for _ in range(3))
 
 
-@_backward_op.register_fake
-def _(grad: Tensor, *args: Any) -> Any:
+def _fake_backward(grad: Tensor, *args: Any) -> Any:
     inputs, wanted = args[:4], args[11]
     return tuple(x.new_empty(x.shape) if w else args[2].new_empty(0) for x, w in zip(inputs, wanted))
 
 
-@_forward_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+def _forward_of_batches(op: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     if args[5] is not None:
-        return _looped(_forward_op, info.batch_size, in_dims, args)
+        return _looped(op, info.batch_size, in_dims, args)
     folded = _Fold(info.batch_size, args[2], in_dims[2], layout=args[12])
     inputs = [folded.fold(x, d) for x, d in zip(args[:4], in_dims)]
     masks = [folded.fold_mask(*x) for x in zip(MASK_ARRAYS, args[4:8], in_dims[4:8])]
-    rows = _forward_op(*inputs, *masks, *args[8:])
+    rows = op(*inputs, *masks, *args[8:])
     return tuple(folded.unfold(x) for x in rows), (0, 0, 0)
 
 
-@_backward_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+def _backward_of_batches(op: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
     if args[9] is not None:
-        return _looped(_backward_op, info.batch_size, in_dims, args)
+        return _looped(op, info.batch_size, in_dims, args)
     folded = _Fold(info.batch_size, args[3], in_dims[3], layout=args[17])
     grad, *rest = args[:8]
     inputs = [folded.fold(x, d) for x, d in zip(rest[:4], in_dims[1:5])]
     saved = [None if x is None else folded.fold(x, d) for x, d in zip(rest[4:], in_dims[5:8])]
     masks = [folded.fold_mask(*x) for x in zip(MASK_ARRAYS, args[8:12], in_dims[8:12])]
     wanted = args[12]
-    grads = _backward_op(folded.fold(grad, in_dims[0]), *inputs, *saved, *masks, *args[12:])
+    grads = op(folded.fold(grad, in_dims[0]), *inputs, *saved, *masks, *args[12:])
     out_dims = tuple(0 if w else None for w in wanted)
     return tuple(folded.unfold(g) if w else g for g, w in zip(grads, wanted)), out_dims
+
+
+def _saves_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+def _operators(suffix: str = "", tags: Sequence[Any] = ()) -> tuple[Any, Any]:
+    """The forward and the backward operator, with all that torch wants to know of them."""
+    forward = torch.library.custom_op(
+        f"streamkl::attention_kl_forward{suffix}",
+        _launch_forward,
+        mutates_args=(),
+        schema=f"({_INPUTS}, {_MASKS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+        tags=tags,
+    )
+    backward = torch.library.custom_op(
+        f"streamkl::attention_kl_backward{suffix}",
+        _launch_backward,
+        mutates_args=(),
+        schema=f"(Tensor grad, {_INPUTS}, Tensor teacher_lse, Tensor student_lse, Tensor? kl, {_MASKS}, bool[] wanted, "
+        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        tags=tags,
+    )
+    forward.register_autograd(
+        lambda ctx, grad, *_lse_grads: _differentiate(ctx, grad, backward), setup_context=_setup_context
+    )
+    backward.register_autograd(_refuse_second_order, setup_context=_saves_nothing)
+    forward.register_fake(_fake_forward)
+    backward.register_fake(_fake_backward)
+    forward.register_vmap(functools.partial(_forward_of_batches, forward))
+    backward.register_vmap(functools.partial(_backward_of_batches, backward))
+    return forward, backward
+
+
+_forward_op, _backward_op = _operators()
+# Scales and patterns that come as arrays are read by the host at each call, which a replayed CUDA graph leaves out.
+_forward_on_host, _ = _operators("_on_host", tags=(torch.Tag.cudagraph_unsafe,))
 
 
 def _looped(op: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
