@@ -204,20 +204,48 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         raise NotImplementedError(
             f"M={problem.queries}, N={problem.keys}: kernels count rows up to {MAX_ROWS}; split the call"
         )
-    wanted = [name for name in INPUT_NAMES if problem.operand(name).dim <= MAX_DIM]
-    forward = _kernel(Work(problem, "forward"), facts)
+    plan = _unsplit_plan(_without_numbers(problem), facts)
+    forward = plan.forward
     rows = problem.batch * problem.heads * problem.queries
-    split = forward.splits > 1
+    busy = problem.batch * problem.heads * -(-problem.queries // forward.tile.rows)
+    splits = _splits(busy, _key_tiles(problem, forward.tile), facts)
+    if splits == 1:
+        return replace(plan, problem=problem)
+    forward = replace(forward, blocks=forward.blocks * splits, splits=splits)
+    return replace(
+        plan,
+        problem=problem,
+        forward=forward,
+        combine=_combine(forward, rows),
+        workspace_bytes=plan.mask_bytes + 4 * DIVERGENCES["kl"].state_floats * splits * rows,
+    )
+
+
+def _without_numbers(problem: Problem) -> Problem:
+    """The problem with its scales and the integers of its mask left open: what changes from step to step in a loop over
+    chunks or temperatures, and decides no more than into how many shares the keys go."""
+    mask = problem.mask
+    return replace(
+        problem,
+        teacher=replace(problem.teacher, scale=0.0),
+        student=replace(problem.student, scale=0.0),
+        mask=replace(mask, params=tuple((name, 0) for name, _ in mask.params)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
+    """The plan of a problem without its numbers, its keys not split."""
+    wanted = [name for name in INPUT_NAMES if problem.operand(name).dim <= MAX_DIM]
     bits = _key_bits(problem, facts)
     # What follows the bits starts on a line of its own.
     mask_bytes = -(-problem.batch * _bit_words(problem) * 4 // 128) * 128 if bits else 0
     passes = {side: _fused(Work(problem, side), facts) for side in SIDES}
     return Plan(
         problem=problem,
-        forward=forward,
+        forward=_kernel(Work(problem, "forward"), facts),
         gradients=tuple((name, _kernel(Work(problem, name), facts)) for name in wanted),
-        combine=_combine(forward, rows) if split else None,
-        workspace_bytes=mask_bytes + (4 * DIVERGENCES["kl"].state_floats * forward.splits * rows if split else 0),
+        workspace_bytes=mask_bytes,
         key_bits=bits,
         mask_bytes=mask_bytes,
         fused=tuple(x for x in passes.values() if isinstance(x, FusedPlan)),
@@ -278,8 +306,6 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
     if problem.mask.pattern is not None:
         tiles, schedule = _portions(problem.mask.pattern, family, work, tile, facts)
     blocks = pairs * tiles
-    busy = pairs * -(-work.rows // tile.rows)
-    splits = _splits(busy, _key_tiles(problem, tile), facts) if kind == "forward" else 1
     if blocks > MAX_GRID:
         raise NotImplementedError(
             f"{work.name}: {blocks} blocks (batch {problem.batch} x heads {work.heads} x row tiles {tiles}) exceed the "
@@ -323,8 +349,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         tile=tile,
         smem_bytes=smem_bytes,
         tiles=tiles,
-        blocks=min(blocks, facts.multiprocessors * tile.min_blocks) if family.stays(work) else blocks * splits,
-        splits=splits,
+        blocks=min(blocks, facts.multiprocessors * tile.min_blocks) if family.stays(work) else blocks,
         **schedule,
         threads=family.threads(tile),
         args_bytes=family.args_bytes(kind),
