@@ -220,7 +220,9 @@ def import_cupy() -> Any:
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
-        raise CompilerError(f"CuPy is missing, CUDA kernels cannot be compiled: {install.cuda()}\n{error}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        state = "is missing" if absent else "cannot be imported"
+        raise CompilerError(f"CuPy {state}, CUDA kernels cannot be compiled: {install.cuda()}\n{error}") from error
     except OSError as error:
         raise CompilerError(
             f"CuPy cannot be imported, is {_CUPY_CACHE_DIR} a folder that can be written? {error}"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -72,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Carry the command out; the exit code."""
-    findings = examine()
+    # What packages print when they are imported is none of ours, least of all in JSON.
+    with redirect_stdout(sys.stderr):
+        findings = examine()
     needed = "numpy on cpu" if options.cpu else "cupy on cuda"
     findings.ok = any(check.name == needed and check.status == "ok" for check in findings.checks)
     if options.json:
