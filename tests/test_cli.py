@@ -845,6 +845,34 @@ def test_compile_can_be_interrupted(cache: Path, kind: signal.Signals) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("more, again", [((), "command goes on"), (("--force",), "without --force goes on")])
+def test_an_interrupted_compile_says_what_goes_on(
+    more: tuple[str, ...],
+    again: str,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("cupy")
+    closed = []
+
+    def building(listed: Any, *_: Any, **how: Any) -> Any:
+        try:
+            yield catalogue.Built(listed[0], stored=True)
+            yield catalogue.Built(listed[1], stored=False)
+            raise KeyboardInterrupt
+        finally:
+            closed.append(how["anew"])
+
+    monkeypatch.setattr(catalogue, "build", building)
+    assert main([*FEW, *more]) == 130
+    assert closed == [bool(more)]
+    captured = capsys.readouterr()
+    assert captured.err.startswith("interrupted: 1 of ")
+    assert again in captured.err
+    assert captured.out == ""
+
+
 def test_a_compiling_process_that_is_ended_is_an_error_with_advice() -> None:
     pytest.importorskip("cupy")
     listed, _ = catalogue.entries("sm_80", [(16, 16)], [catalogue.ELEMENT_TYPES[0]])

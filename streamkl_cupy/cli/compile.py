@@ -89,9 +89,9 @@ def run(options: argparse.Namespace) -> int:
                 bar.step(done.entry.label)
     except KeyboardInterrupt:
         kept = sum(done.stored for done in built)
+        again = "the same command without --force" if options.force else "the same command"
         print(
-            f"interrupted: {kept} of {len(listed)} kernels are in {settings.cache_dir()}; the same command goes on "
-            "from there",
+            f"interrupted: {kept} of {len(listed)} kernels are in {settings.cache_dir()}; {again} goes on from there",
             file=sys.stderr,
         )
         return 130
