@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,16 @@ import numpy as np
 
 SAMPLE = Path(__file__).with_name("data") / "smollm2_qk.npz"
 PICTURES = (".png", ".pdf", ".svg")
+
+
+def install(*extras: str) -> str:
+    """How to install this package with some of its extras, in the package's own words, also where it is missing."""
+    try:
+        from streamkl_cupy.install import command
+    except ImportError:
+        path = Path(__file__).resolve().parents[1] / "streamkl_cupy" / "install.py"
+        command = runpy.run_path(str(path))["command"]
+    return command(*extras)
 
 
 def need(module: str, fix: str) -> ModuleType:

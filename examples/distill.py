@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from _shared import PICTURES, array_library, need, new_file, rate, sample, training_options, whole
+from _shared import PICTURES, array_library, install, need, new_file, rate, sample, training_options, whole
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 ROPE_BASE = 1e5
@@ -181,10 +181,10 @@ def main() -> None:
     )
     parser.add_argument("--no-plot", action="store_true", help="train only")
     options = parser.parse_args()
-    streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
-    tqdm = need("tqdm", 'pip install "streamkl-cupy[examples]"').tqdm
+    streamkl = need("streamkl_cupy", install())
+    tqdm = need("tqdm", install("examples")).tqdm
     if not options.no_plot:
-        need("matplotlib", 'pip install "streamkl-cupy[examples]", or pass --no-plot')
+        need("matplotlib", f"{install('examples')}, or pass --no-plot")
     dtype = dtype_of(options.dtype)
     xp = array_library(options.cpu)
     data = sample()

@@ -9,7 +9,7 @@ the CUDA kernels run inside it, on XLA's stream and buffers.
 
 import argparse
 
-from _shared import need, rate, sample, training_options
+from _shared import install, need, rate, sample, training_options
 
 DIM = 16
 
@@ -21,8 +21,8 @@ def main():
     training_options(parser, steps=60)
     parser.add_argument("--rate", type=rate, default=1e-2, help="learning rate of Adam (%(default)s)")
     options = parser.parse_args()
-    jax = need("jax", 'pip install "streamkl-cupy[jax]"')
-    streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
+    jax = need("jax", install("jax"))
+    streamkl = need("streamkl_cupy", install())
     jnp = jax.numpy
 
     data = sample()

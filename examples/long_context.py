@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from _shared import array_library, need, whole
+from _shared import array_library, install, need, whole
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 
@@ -96,8 +96,8 @@ def main() -> None:
     xp = array_library(options.cpu)
     if xp is np and max(options.forward, options.backward) > 1 << 16:
         parser.error("no GPU here, and the CPU would take hours; add --cpu --forward 4096 --backward 2048")
-    streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
-    tqdm = need("tqdm", 'pip install "streamkl-cupy[examples]"').tqdm
+    streamkl = need("streamkl_cupy", install())
+    tqdm = need("tqdm", install("examples")).tqdm
     seed = int(np.random.default_rng(options.seed).integers(2**31))
 
     def synchronize() -> None:

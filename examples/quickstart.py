@@ -7,7 +7,7 @@ Runs on CuPy arrays where a CUDA GPU is usable and on NumPy arrays otherwise:
 
 import argparse
 
-from _shared import array_library, need, sample
+from _shared import array_library, install, need, sample
 
 
 def quantised(xp, keys, bits):
@@ -34,7 +34,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], epilog="example: quickstart.py --cpu")
     parser.add_argument("--cpu", action="store_true", help="use NumPy even where a GPU is usable")
     xp = array_library(parser.parse_args().cpu)
-    streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
+    streamkl = need("streamkl_cupy", install())
 
     data = {name: xp.asarray(a) for name, a in sample().items() if name.startswith("layer")}
     q, k = data["layer15_q"], data["layer15_k"]  # (9 heads, 320 tokens, 64) and (3, 320, 64): grouped queries

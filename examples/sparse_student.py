@@ -16,7 +16,7 @@ import argparse
 from typing import Any
 
 import numpy as np
-from _shared import PICTURES, array_library, need, new_file, sample, whole
+from _shared import PICTURES, array_library, install, need, new_file, sample, whole
 from distill import TRAIN, Adam, Student, dtype_of, student_options, to_numpy
 
 HEADS = 9
@@ -44,10 +44,10 @@ def main() -> None:
     )
     parser.add_argument("--plot", type=new_file(*PICTURES), metavar="PNG", help="draw the patterns into this file")
     options = parser.parse_args()
-    streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
-    tqdm = need("tqdm", 'pip install "streamkl-cupy[examples]"').tqdm
+    streamkl = need("streamkl_cupy", install())
+    tqdm = need("tqdm", install("examples")).tqdm
     if options.plot:
-        need("matplotlib", 'pip install "streamkl-cupy[examples]", or leave out --plot')
+        need("matplotlib", f"{install('examples')}, or leave out --plot")
     dtype = dtype_of(options.dtype)
     xp = array_library(options.cpu)
     data = sample()

@@ -9,7 +9,7 @@ the CUDA kernels on the current stream.
 
 import argparse
 
-from _shared import need, sample, training_options
+from _shared import install, need, sample, training_options
 
 DIM = 16
 
@@ -21,8 +21,8 @@ def main():
     training_options(parser, steps=60)
     parser.add_argument("--cpu", action="store_true", help="use the CPU even where a GPU is usable")
     options = parser.parse_args()
-    torch = need("torch", 'pip install "streamkl-cupy[torch]"')
-    streamkl = need("streamkl_cupy", "pip install streamkl-cupy")
+    torch = need("torch", install("torch"))
+    streamkl = need("streamkl_cupy", install())
 
     cuda = torch.cuda.is_available() and not options.cpu
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import install
 from .problem import Device, compact_strides
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -368,10 +369,7 @@ def cupy_module() -> Any:
     try:
         return importlib.import_module("cupy")
     except ImportError as cause:
-        raise ImportError(
-            'CUDA arrays need CuPy, which cannot be imported: pip install "streamkl-cupy[cuda12]" '
-            "(or [cuda13]; exactly one of the two)"
-        ) from cause
+        raise ImportError(f"CUDA arrays need CuPy, which cannot be imported: {install.cuda()}") from cause
 
 
 def refused_dtype(dtype: Any, remedy: str) -> str:

@@ -10,14 +10,21 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import signal
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+from . import cache, patterns
 from . import compile as compiler
 from . import masks as registry
-from . import patterns, settings
 from .arch import PLANES
 from .errors import CompilerError
 from .planning import KernelPlan, facts_for_arch, make_plan
@@ -86,7 +93,10 @@ class Entry(NamedTuple):
 
 
 class Built(NamedTuple):
-    """What came of compiling an entry: figures, or the error."""
+    """What came of compiling an entry: figures, or the error.
+
+    `stored`: it is in the cache; `found`: it was there before, and the figures are those of when it was built.
+    """
 
     entry: Entry
     registers: int = 0
@@ -95,6 +105,7 @@ class Built(NamedTuple):
     image_bytes: int = 0
     stored: bool = False
     error: str = ""
+    found: bool = False
 
 
 def problem(
@@ -207,36 +218,115 @@ def _weight(entry: Entry) -> tuple[int, ...]:
     return max(dims), sum(dims), -constants.get("SKL_TQ_VECTOR", 1), len(constants.get("SKL_MASK_PARTS", ""))
 
 
-def build(listed: Sequence[Entry], jobs: int | None = None, store: bool = False) -> Iterator[Built]:
+def build(
+    listed: Sequence[Entry], jobs: int | None = None, store: bool = False, anew: bool = False
+) -> Generator[Built, None, None]:
     """Compile entries in `jobs` processes (default: one per core), yielding each as it is done.
 
-    With `store` the images also go to the cache on disk, where a later call finds them.
+    With `store` the images also go to the cache on disk, each as soon as it is built, where a later call finds them.
+    What is there already comes first and is not built again, unless `anew`. A caller who stops early, or is
+    interrupted, ends the processes at once.
+
+    Raises:
+        CompilerError: a process was ended from outside.
     """
-    jobs = min(jobs or usable_cores(), max(len(listed), 1))
-    if jobs == 1:
-        for entry in listed:
-            yield _build_one(entry, store)
+    missing = []
+    names = cache.names() if store and not anew else []
+    for entry in listed:
+        found = compiler.cached_build(_text(entry), entry.kernel.arch, listed=names) if names else None
+        if found is None:
+            missing.append(entry)
+        else:
+            yield _built(entry, found, stored=True, found=True)
+    if not missing:
         return
+    jobs = min(jobs or usable_cores(), len(missing))
+    waiting = iter(missing)
+    running: set[Future[tuple[Entry, compiler.Build | str]]] = set()
+    with _workers(jobs) as pool:
+        while True:
+            # Few more than there are processes: their pipe never fills, so ending them leaves no thread writing to it.
+            with _interrupts_held():
+                running |= {pool.submit(_build_one, entry) for entry in islice(waiting, jobs + 2 - len(running))}
+            if not running:
+                return
+            done, running = futures.wait(running, return_when=futures.FIRST_COMPLETED)
+            for future in done:
+                try:
+                    entry, build = future.result()
+                except BrokenProcessPool as error:
+                    raise CompilerError(
+                        "a process that compiles was ended from outside, by the system if memory ran out; the same "
+                        "command goes on from here, with fewer --jobs in less memory"
+                    ) from error
+                if isinstance(build, str):
+                    yield Built(entry, error=build)
+                    continue
+                # Stored here rather than where it was built: a process that is ended leaves no half of a file.
+                stored = store and compiler.keep(_text(entry), entry.kernel.arch, (), build) is not None
+                yield _built(entry, build, stored)
+
+
+def _built(entry: Entry, build: compiler.Build, stored: bool, found: bool = False) -> Built:
+    return Built(entry, build.registers, build.spill_bytes, build.notes, len(build.image), stored=stored, found=found)
+
+
+def _text(entry: Entry) -> str:
+    kernel = entry.kernel
+    return flatten(kernel.entry, dict(kernel.constants), dict(kernel.slots))
+
+
+def _build_one(entry: Entry) -> tuple[Entry, compiler.Build | str]:
+    """In a worker: what the compiler made, or its complaint."""
+    try:
+        return entry, compiler.build(_text(entry), entry.kernel.arch)
+    except CompilerError as error:
+        return entry, str(error)
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with this block, whatever they are at where it is left by an exception."""
     # Spawned, because forking a process that has used CUDA or threads leaves a broken copy.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(_build_one, entry, store) for entry in listed]):
-            yield future.result()
+    context = multiprocessing.get_context("spawn")
+    theirs, ours = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_live_by, initargs=(theirs,))
+    try:
+        yield pool
+    except BaseException:
+        # A compile cannot be interrupted and may take long; the executor alone would wait for it.
+        ours.close()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        ours.close()
+        theirs.close()
+
+
+def _live_by(lifeline: Connection) -> None:
+    """In a worker: end as soon as the other end of a pipe is closed, or its process is no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the first process decides
+
+    def watch() -> None:
+        wait([lifeline])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits for the end of this block, and is not heard by processes that start in it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _build_one(entry: Entry, store: bool) -> Built:
-    kernel = entry.kernel
-    text = flatten(kernel.entry, dict(kernel.constants), dict(kernel.slots))
-    try:
-        done = compiler.build(text, kernel.arch)
-        stored = False
-        if store:
-            key = compiler.cache_key(text, kernel.arch, (), compiler.import_cupy().cuda.nvrtc.getVersion())
-            stored = compiler._store(settings.cache_dir(), key, done.image) is not None
-    except CompilerError as error:
-        return Built(entry, error=str(error))
-    return Built(entry, done.registers, done.spill_bytes, done.notes, len(done.image), stored)

@@ -1,11 +1,7 @@
-"""From one CUDA text to a kernel that can be launched: NVRTC, a cache on disk, a cache in memory.
+"""From one CUDA text to a kernel that can be launched: NVRTC, a cache on disk (`cache.py`), a cache in memory.
 
 NVRTC is driven directly, through the bindings CuPy ships: CuPy's own compile path always asks for a plain `sm_90`,
 without the instructions of `sm_90a`. Nothing here needs a GPU except `load`.
-
-A cache entry is one plain image named `<key>-<checksum>.cubin`. The key covers whatever decides the image; the checksum
-makes the entry prove itself, so a file cut short or damaged counts as absent and is built again. Entries appear by an
-atomic rename, so any number of processes may start on an empty cache.
 """
 
 from __future__ import annotations
@@ -15,16 +11,13 @@ import hashlib
 import importlib
 import os
 import re
-import secrets
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import settings
+from . import cache, install, settings
 from .errors import CompilerError, DriverError
 
 # Raise it when the meaning of an entry changes in a way that the other parts of the key do not show.
@@ -32,7 +25,6 @@ SCHEMA = 1
 # `-v` makes ptxas report registers and spills; `-default-device` is what lets NVRTC 12 accept lambdas in kernels.
 BASE_OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
 
-_INSTALL = 'pip install "streamkl-cupy[cuda12]" (or [cuda13]: exactly one, matching the driver)'
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _SMEM = re.compile(r"(\d+) bytes smem")
@@ -60,11 +52,11 @@ class Build(NamedTuple):
     notes: tuple[str, ...]
 
 
-class Image(NamedTuple):
-    """A loadable image, and the cache file that holds it (None when there is no usable cache)."""
+class Loaded(NamedTuple):
+    """A kernel on one device: the driver's handle, and the `cupy.cuda.Function` that keeps its module loaded."""
 
-    data: bytes
-    path: Path | None
+    handle: int
+    function: Any
 
 
 def supported_archs() -> tuple[int, ...]:
@@ -122,24 +114,47 @@ def cache_key(source: str, arch: str, options: Sequence[str], nvrtc_version: tup
     return digest.hexdigest()[:32]
 
 
-def cached_image(source: str, arch: str, options: Sequence[str] = ()) -> Image:
+def cached_image(source: str, arch: str, options: Sequence[str] = ()) -> cache.Entry:
     """The image of a text, from the cache on disk if it is there, built and stored otherwise. Needs no GPU.
 
-    A cache that cannot be written costs one `RuntimeWarning` per process, never the result.
+    A cache that cannot be used costs one `RuntimeWarning` per process, never the result.
     """
-    key = cache_key(source, arch, options, _nvrtc().getVersion())
-    folder = settings.cache_dir()
-    if folder is not None and (found := _lookup(folder, key)):
+    if found := cache.read(_key(source, arch, options)):
         return found
-    image = build(source, arch, options).image
-    return Image(image, _store(folder, key, image))
+    built = build(source, arch, options)
+    return cache.Entry(built.image, keep(source, arch, options, built))
 
 
-_kernels: dict[tuple[Any, ...], Any] = {}
+def cached_build(
+    source: str, arch: str, options: Sequence[str] = (), listed: Sequence[str] | None = None
+) -> Build | None:
+    """What `build` gave for a text when it was stored; None where image or log is not in the cache on disk.
+
+    `listed` is `cache.names()`, for many calls.
+    """
+    entry = cache.read(_key(source, arch, options), listed)
+    if entry is None or entry.path is None:
+        return None
+    log = cache.read_log(entry.path.name, listed)
+    return None if log is None else _report(entry.data, log)
 
 
-def load(source: str, symbol: str, arch: str, options: Sequence[str] = (), smem_bytes: int = 0) -> Any:
+def keep(source: str, arch: str, options: Sequence[str], built: Build) -> Path | None:
+    """Store what `build` gave for a text in the cache on disk; its file, or None where that cannot be."""
+    return cache.write(_key(source, arch, options), built.image, built.log)
+
+
+def _key(source: str, arch: str, options: Sequence[str]) -> str:
+    return cache_key(source, arch, options, _nvrtc().getVersion())
+
+
+_kernels: dict[tuple[Any, ...], Loaded] = {}
+
+
+def load(source: str, symbol: str, arch: str, options: Sequence[str] = (), smem_bytes: int = 0) -> Loaded:
     """The kernel `symbol` of a text, ready to launch on the current device.
+
+    The driver gets the bytes that the cache has checked, not the name of a file that could be another one by then.
 
     Args:
         source, arch, options: as for `build`.
@@ -147,47 +162,39 @@ def load(source: str, symbol: str, arch: str, options: Sequence[str] = (), smem_
         smem_bytes: dynamic shared memory its launches will ask for.
 
     Returns:
-        A `cupy.RawKernel`, loaded and configured; the same object for the same arguments on the same device.
+        The kernel, loaded and configured; the same object for the same arguments on the same device.
 
     Raises:
         CompilerError: as for `build`.
         DriverError: no usable GPU, or the driver refuses the image, the symbol or the shared memory.
     """
     nvrtc = _nvrtc()
-    cupy = import_cupy()
+    cuda = import_cupy().cuda
     try:
-        device = cupy.cuda.runtime.getDevice()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
+        device = cuda.runtime.getDevice()
+    except cuda.runtime.CUDARuntimeError as error:
         raise DriverError(f"no usable NVIDIA driver or GPU: {error}") from error
     # Kernels and their attributes belong to one device.
     memory_key = (device, symbol, arch, tuple(options), smem_bytes, nvrtc.getVersion(), source)
     kernel = _kernels.get(memory_key)
     if kernel is None:
-        with _file_of(cached_image(source, arch, options)) as path:
-            try:
-                kernel = cupy.RawModule(path=str(path)).get_function(symbol)
-                # The first attribute set loads the module, here rather than inside a later graph capture.
-                kernel.max_dynamic_shared_size_bytes = smem_bytes
-            except cupy.cuda.driver.CUDADriverError as error:
-                capability = cupy.cuda.Device().compute_capability
-                raise DriverError(
-                    f"the driver refused kernel {symbol!r}, built for {arch}, with {smem_bytes} bytes of dynamic "
-                    f"shared memory on a GPU of compute capability {capability}: {error}"
-                ) from error
-        kernel = _kernels.setdefault(memory_key, kernel)
+        image = cached_image(source, arch, options).data
+        try:
+            module = cuda.Module()
+            module.load(image)
+            function = module.get_function(symbol)
+            # A driver that loads lazily does so at the first attribute set: here, rather than inside a later capture.
+            cuda.driver.funcSetAttribute(
+                function.ptr, cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes
+            )
+        except (cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError) as error:
+            capability = cuda.Device().compute_capability
+            raise DriverError(
+                f"the driver refused kernel {symbol!r}, built for {arch}, with {smem_bytes} bytes of dynamic "
+                f"shared memory on a GPU of compute capability {capability}: {error}"
+            ) from error
+        kernel = _kernels.setdefault(memory_key, Loaded(function.ptr, function))
     return kernel
-
-
-@contextmanager
-def _file_of(image: Image) -> Iterator[Path]:
-    """A file with the image, for as long as loading takes."""
-    if image.path is not None:
-        yield image.path
-        return
-    with tempfile.TemporaryDirectory(prefix="streamkl_cupy-") as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(image.data)
-        yield path
 
 
 def import_cupy() -> Any:
@@ -203,7 +210,7 @@ def import_cupy() -> Any:
         try:
             Path("~/.cupy/kernel_cache").expanduser().mkdir(parents=True, exist_ok=True)
         except (OSError, RuntimeError) as error:
-            _warn_once(
+            cache.warn_once(
                 f"the home folder cannot be written ({error}), so compiled kernels are not kept; "
                 f"set {settings.CACHE_DIR} and {_CUPY_CACHE_DIR} to folders that can be"
             )
@@ -213,7 +220,9 @@ def import_cupy() -> Any:
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
-        raise CompilerError(f"CuPy is missing, CUDA kernels cannot be compiled: {_INSTALL}\n{error}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        state = "is missing" if absent else "cannot be imported"
+        raise CompilerError(f"CuPy {state}, CUDA kernels cannot be compiled: {install.cuda()}\n{error}") from error
     except OSError as error:
         raise CompilerError(
             f"CuPy cannot be imported, is {_CUPY_CACHE_DIR} a folder that can be written? {error}"
@@ -227,59 +236,9 @@ def _nvrtc() -> Any:
         nvrtc.getVersion()
     except (OSError, RuntimeError) as error:
         raise CompilerError(
-            f"NVRTC, the run-time compiler of CUDA, is missing, CUDA kernels cannot be compiled: {_INSTALL}\n{error}"
+            f"NVRTC, CUDA's run-time compiler, is missing, CUDA kernels cannot be compiled: {install.cuda()}\n{error}"
         ) from error
     return nvrtc
-
-
-def _lookup(folder: Path, key: str) -> Image | None:
-    # More than one file per key is possible (a toolkit that is not bit-reproducible); any that proves itself will do.
-    for path in sorted(folder.glob(f"{key}-*.cubin")):
-        try:
-            data = path.read_bytes()
-        except OSError:
-            continue
-        if path.name == _entry_name(key, data):
-            return Image(data, path)
-    return None
-
-
-def _store(folder: Path | None, key: str, image: bytes) -> Path | None:
-    if folder is None:
-        _warn_once(f"no home folder is known, so compiled kernels are not kept; set {settings.CACHE_DIR} to a folder")
-        return None
-    path = folder / _entry_name(key, image)
-    # Written whole under a name nobody looks for, then renamed: readers see all of an entry or none of it.
-    partial = folder / f".{key}-{os.getpid()}-{secrets.token_hex(4)}.partial"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_bytes(image)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        _warn_once(
-            f"compiled kernels cannot be kept in {folder} ({error}), so each process compiles its own; "
-            f"set {settings.CACHE_DIR} to a folder that can be written"
-        )
-        return None
-    return path
-
-
-def _entry_name(key: str, image: bytes) -> str:
-    return f"{key}-{hashlib.sha256(image).hexdigest()[:16]}.cubin"
-
-
-_warned = False
-
-
-def _warn_once(message: str) -> None:
-    # The standard "once" filter is the program's to change; this promise is ours.
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _report(image: bytes, log: str) -> Build:

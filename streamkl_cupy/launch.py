@@ -140,7 +140,7 @@ class _Kernel:
         self._launch = import_cupy().cuda.driver.launchKernel
         self._steps = tuple(
             (
-                load(text, step.symbol, step.arch, smem_bytes=step.smem_bytes).kernel.ptr,
+                load(text, step.symbol, step.arch, smem_bytes=step.smem_bytes).handle,
                 (step.blocks, 1, 1, step.threads, 1, 1, step.smem_bytes),
             )
             for step in plans
@@ -194,7 +194,7 @@ class _KeyBits:
     def __init__(self, problem: Problem, plan: KernelPlan) -> None:
         text = _text(plan.entry, plan.constants, plan.slots)
         self._launch = import_cupy().cuda.driver.launchKernel
-        kernel = load(text, plan.symbol, plan.arch).kernel.ptr
+        kernel = load(text, plan.symbol, plan.arch).handle
         self._shape = (kernel, plan.blocks, 1, 1, plan.threads, 1, 1, 0)
         self._sizes = (problem.batch, problem.keys)
         self._type = ctypes.c_uint64 * (plan.args_bytes // 8)

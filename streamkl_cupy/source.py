@@ -74,6 +74,9 @@ def _inline(path: str, origin: str, root: Path, slots: Slots, out: list[str], se
     out.append(f'#line 1 "{path}"')
     depth = 0
     for number, line in enumerate(_read(path, origin, root).splitlines(), start=1):
+        if "#" not in line:  # most lines, and every kernel's text is made of thousands
+            out.append(line)
+            continue
         here = f"{path}:{number}"
         if conditional := _CONDITIONAL.match(line):
             depth += -1 if conditional["word"] == "endif" else 1

@@ -8,11 +8,12 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from streamkl_cupy import cache, settings
 from streamkl_cupy import compile as compiler
-from streamkl_cupy import settings
 from streamkl_cupy.source import flatten
 
 pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
@@ -29,7 +30,8 @@ print(image.path, image.data[:4] == b"\\x7fELF")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(settings.CACHE_DIR, str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "_warned", False)
+    monkeypatch.setattr(cache, "_warned", False)
+    monkeypatch.delenv(settings.CACHE_TRUST, raising=False)
     return tmp_path / "cache"
 
 
@@ -95,15 +97,15 @@ def test_second_call_reads_the_entry_and_does_not_compile(folder: Path, monkeypa
 
     monkeypatch.setattr(compiler, "build", forbidden)
     assert compiler.cached_image(SOURCE, "sm_80") == first
-    assert [path.name for path in folder.iterdir()] == [first.path.name]
+    assert [path.name for path in folder.glob("*.cubin")] == [first.path.name]
 
 
 def test_second_process_leaves_the_entry_alone_and_is_quick(folder: Path) -> None:
     run_child(child_environment())
-    before = [stamp(path) for path in folder.iterdir()]
-    assert len(before) == 1
+    before = [stamp(path) for path in sorted(folder.iterdir())]
+    assert [name.rpartition(".")[2] for name, *_ in before] == ["log", "cubin"]
     run_child(child_environment())
-    assert [stamp(path) for path in folder.iterdir()] == before
+    assert [stamp(path) for path in sorted(folder.iterdir())] == before
 
 
 def test_reading_an_entry_takes_milliseconds(folder: Path) -> None:
@@ -200,7 +202,7 @@ def test_process_without_home_works_in_a_named_folder(tmp_path: Path) -> None:
     done = run_child(child_environment(HOME=None, **names))
     assert done.stdout.split()[1] == "True"
     assert "RuntimeWarning" not in done.stderr
-    assert len(list((tmp_path / "ours").iterdir())) == 1
+    assert len(list((tmp_path / "ours").glob("*.cubin"))) == 1
 
 
 def test_home_is_the_default_and_the_variable_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +225,279 @@ def test_sixteen_processes_at_once_on_an_empty_cache(folder: Path) -> None:
     outputs = [child.communicate(timeout=300) for child in children]
     assert [child.returncode for child in children] == [0] * 16, outputs
     assert {out.split()[1] for out, _ in outputs} == {"True"}
-    entries = list(folder.iterdir())
+    entries = list(folder.glob("*.cubin"))
     assert entries
-    assert all(path.suffix == ".cubin" for path in entries)
-    assert all(path.name == compiler._entry_name(path.name.split("-")[0], path.read_bytes()) for path in entries)
+    assert {path.suffix for path in folder.iterdir()} == {".cubin", ".log"}
+    assert all(path.name == cache._entry_name(path.name.split("-")[0], path.read_bytes()) for path in entries)
+
+
+# --- what the compiler said ---
+
+
+def test_an_entry_comes_back_with_what_the_compiler_said(folder: Path) -> None:
+    built = compiler.build(SOURCE, "sm_80")
+    compiler.keep(SOURCE, "sm_80", (), built)
+    assert compiler.cached_build(SOURCE, "sm_80") == built
+    assert compiler.cached_build(SOURCE, "sm_80", listed=cache.names()) == built
+    assert compiler.cached_build(SOURCE + " ", "sm_80") is None
+    assert compiler.cached_image(SOURCE, "sm_80").data == built.image
+
+
+@pytest.mark.parametrize("damage", [None, "Used 3 registers", ""], ids=["gone", "another", "empty"])
+def test_a_log_that_does_not_prove_itself_counts_as_absent(folder: Path, damage: str | None) -> None:
+    compiler.keep(SOURCE, "sm_80", (), compiler.build(SOURCE, "sm_80"))
+    (log,) = folder.glob("*.log")
+    if damage is None:
+        log.unlink()
+    else:
+        log.write_text(damage)
+    assert compiler.cached_build(SOURCE, "sm_80") is None
+    # It is needed for a report, not for a launch.
+    assert cache.read(compiler._key(SOURCE, "sm_80", ())) is not None
+
+
+# --- whom it is taken from ---
+
+has_owners = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has no owners and modes of files")
+as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+OTHER = 54321
+
+
+def planted(folder: Path, data: bytes = b"not from here") -> Path:
+    """An entry that proves itself, as anybody who can write to a folder can make it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / cache._entry_name(compiler._key(SOURCE, "sm_80", ()), data)
+    path.write_bytes(data)
+    return path
+
+
+def refused(folder: Path, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled, nothing is read or written, one warning says why; the switch changes all of that."""
+    before = [stamp(path) for path in sorted(folder.iterdir())]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        images = [compiler.cached_image(SOURCE, "sm_80") for _ in range(2)]
+    assert [image.path for image in images] == [None] * 2
+    assert all(image.data[:4] == b"\x7fELF" for image in images)
+    assert [stamp(path) for path in sorted(folder.iterdir())] == before
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert caught[0].category is RuntimeWarning
+    assert why in message
+    assert f"{settings.CACHE_DIR} to a folder of your own" in message
+    assert f"{settings.CACHE_TRUST}=1" in message
+    monkeypatch.setenv(settings.CACHE_TRUST, "1")
+    assert compiler.cached_image(SOURCE, "sm_80").data == b"not from here"
+
+
+@has_owners
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+def test_a_folder_that_others_can_write_is_not_used(folder: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(folder)
+    folder.chmod(mode)
+    refused(folder, f"{folder} can be written by everybody (chmod go-w changes it)", monkeypatch)
+
+
+@as_root
+def test_a_folder_that_a_group_can_write_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(folder)
+    os.chown(folder, 0, OTHER)
+    folder.chmod(0o775)
+    refused(folder, f"{folder} can be written by group {OTHER}", monkeypatch)
+
+
+@as_root
+def test_a_folder_of_somebody_else_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(folder)
+    os.chown(folder, OTHER, 0)
+    refused(folder, f"{folder} belongs to user {OTHER}, who is neither root nor this user", monkeypatch)
+
+
+@has_owners
+def test_a_folder_that_others_can_replace_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(folder)
+    folder.parent.chmod(0o777)
+    refused(folder, f"{folder.parent} can be written by everybody", monkeypatch)
+    monkeypatch.delenv(settings.CACHE_TRUST)
+    folder.parent.chmod(0o1777)  # as /tmp: what is in it is its owner's to replace
+    assert compiler.cached_image(SOURCE, "sm_80").data == b"not from here"
+
+
+@as_root
+def test_a_folder_on_somebody_elses_ground_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(folder)
+    os.chown(folder.parent, OTHER, 0)
+    refused(folder, f"{folder.parent} belongs to user {OTHER}", monkeypatch)
+
+
+@has_owners
+def test_links_of_ones_own_are_followed_and_what_they_lead_to_is_judged(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tmp_path / "ground" / "real"
+    planted(real)
+    folder.symlink_to(Path("ground", "..", "ground", "real"))
+    assert compiler.cached_image(SOURCE, "sm_80").data == b"not from here"
+    (tmp_path / "way").symlink_to(tmp_path)
+    monkeypatch.setenv(settings.CACHE_DIR, str(tmp_path / "way" / "ground" / ".." / "cache"))
+    assert compiler.cached_image(SOURCE, "sm_80").data == b"not from here"
+    real.parent.chmod(0o777)
+    refused(folder, f"{real.parent} can be written by everybody", monkeypatch)
+
+
+@as_root
+def test_a_link_of_somebody_else_is_not_followed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(tmp_path / "real")
+    folder.symlink_to(tmp_path / "real")
+    os.chown(folder, OTHER, 0, follow_symlinks=False)
+    refused(folder, f"{folder} belongs to user {OTHER}", monkeypatch)
+
+
+def test_links_in_a_circle_cost_one_warning(folder: Path) -> None:
+    folder.symlink_to(folder.name)
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        assert compiler.cached_image(SOURCE, "sm_80").path is None
+
+
+@has_owners
+def test_an_entry_that_others_can_write_is_built_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(mode=0o700)
+    path = planted(folder)
+    path.chmod(0o666)
+    with pytest.warns(RuntimeWarning, match=rf"{path.name} is not used, .*can be written by everybody"):
+        image = compiler.cached_image(SOURCE, "sm_80")
+    assert image.data[:4] == b"\x7fELF"
+    assert image.path is not None
+    assert image.path.stat().st_mode & 0o022 == 0
+
+
+@as_root
+def test_an_entry_of_somebody_else_is_built_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(mode=0o700)
+    path = planted(folder)
+    os.chown(path, OTHER, 0)
+    with pytest.warns(RuntimeWarning, match=f"belongs to user {OTHER}"):
+        assert compiler.cached_image(SOURCE, "sm_80").data[:4] == b"\x7fELF"
+
+
+@has_owners
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_is_no_entry(folder: Path, tmp_path: Path, kind: str) -> None:
+    folder.mkdir(mode=0o700)
+    path = planted(folder)
+    path.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path, 0o600)
+    else:
+        path.mkdir()
+    assert compiler.cached_image(SOURCE, "sm_80").data[:4] == b"\x7fELF"
+
+
+@has_owners
+def test_a_folder_that_somebody_else_makes_first_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raced(path: Path) -> None:
+        path.mkdir()
+        path.chmod(0o777)
+
+    monkeypatch.setattr(cache, "_make", raced)
+    with pytest.warns(RuntimeWarning, match="can be written by everybody"):
+        assert compiler.cached_image(SOURCE, "sm_80").path is None
+    assert list(folder.iterdir()) == []
+
+
+@has_owners
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+def test_what_is_made_is_this_users_alone_whatever_the_umask(
+    tmp_path: Path, mask: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(settings.CACHE_DIR, str(tmp_path / "new" / "folders"))
+    before = os.umask(mask)
+    try:
+        image = compiler.cached_image(SOURCE, "sm_80")
+    finally:
+        os.umask(before)
+    assert image.path is not None
+    assert [(tmp_path / path).stat().st_mode & 0o777 for path in ("new", "new/folders")] == [0o700] * 2
+    assert {path.stat().st_mode & 0o777 for path in image.path.parent.iterdir()} == {0o644 & ~mask}
+    assert compiler.cached_image(SOURCE, "sm_80") == image
+
+
+def test_where_files_have_no_owners_the_folder_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = planted(folder)
+    folder.chmod(0o777)
+    path.chmod(0o666)
+    monkeypatch.delattr(os, "geteuid", raising=False)
+    assert compiler.cached_image(SOURCE, "sm_80").data == b"not from here"
+
+
+def status(uid: int, gid: int, mode: int) -> os.stat_result:
+    return os.stat_result((mode, 0, 0, 1, uid, gid, 0, 0, 0, 0))
+
+
+@has_owners
+@pytest.mark.parametrize(
+    "uid, gid, mode, on_the_way, fine",
+    [
+        (1000, 1000, 0o100644, False, True),
+        (0, 0, 0o100644, False, True),
+        (1001, 1000, 0o100600, False, False),
+        (65534, 65534, 0o100600, False, False),
+        (1000, 1000, 0o100664, False, True),  # the group is the user's own
+        (0, 1000, 0o100664, False, True),
+        (1000, 1001, 0o100664, False, False),  # it has another member
+        (1000, 1002, 0o100664, False, False),  # it has another name
+        (1000, 1003, 0o100664, False, False),  # it has no name
+        (1000, 0, 0o100664, False, False),
+        (1000, 1000, 0o100646, False, False),
+        (1000, 1000, 0o040777, True, False),
+        (0, 0, 0o041777, True, True),
+        (0, 0, 0o041777, False, False),
+        (1001, 1001, 0o041777, True, False),
+        (1000, 1000, 0o120777, True, True),
+        (1001, 1001, 0o120777, True, False),
+        (65534, 65534, 0o040755, True, True),  # the host's root, in a container that does not know it
+        (65534, 65534, 0o040777, True, False),
+    ],
+)
+def test_who_can_change_a_file(
+    uid: int, gid: int, mode: int, on_the_way: bool, fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import grp
+    import pwd
+
+    groups = {
+        0: SimpleNamespace(gr_name="root", gr_mem=[]),
+        1000: SimpleNamespace(gr_name="me", gr_mem=["me"]),
+        1001: SimpleNamespace(gr_name="me", gr_mem=["me", "you"]),
+        1002: SimpleNamespace(gr_name="us", gr_mem=[]),
+    }
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    # All but the last are this user's first group, so that the other conditions are what decides.
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="me", pw_uid=1000, pw_gid=gid))
+    monkeypatch.setattr(grp, "getgrgid", lambda group: groups[group])
+    monkeypatch.setattr(cache, "_owner_unknown", lambda: 65534)
+    fault = cache._fault(Path("x"), status(uid, gid, mode), on_the_way)
+    assert (fault == "") == fine, fault
+
+
+@has_owners
+def test_the_first_group_of_nobody_or_of_root_is_not_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    import grp
+    import pwd
+
+    monkeypatch.setattr(grp, "getgrgid", lambda _: SimpleNamespace(gr_name="me", gr_mem=[]))
+    for uid, gid, private in ((1000, 1000, True), (1000, 1001, False), (0, 1000, False)):
+        user = SimpleNamespace(pw_name="me", pw_uid=uid, pw_gid=gid)
+        monkeypatch.setattr(pwd, "getpwuid", lambda _, user=user: user)
+        assert cache._is_private(1000) is private
+
+
+@pytest.mark.parametrize("value, trusted", [("1", True), ("", False), ("0", False), ("yes", False), (None, False)])
+def test_only_1_is_trust(value: str | None, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is None:
+        monkeypatch.delenv(settings.CACHE_TRUST, raising=False)
+    else:
+        monkeypatch.setenv(settings.CACHE_TRUST, value)
+    assert settings.cache_trusts_all() is trusted

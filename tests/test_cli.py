@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, catalogue, settings
+from streamkl_cupy import arrays, catalogue, install, settings
 from streamkl_cupy import compile as compiler
 from streamkl_cupy.__main__ import COMMANDS, main
 from streamkl_cupy.cli import bench, cases, doctor, environment, peers, report
@@ -319,7 +323,7 @@ def test_verification_is_right_about_right_results(causal: bool) -> None:
 def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["bench", "--device", "cpu", "--plot"]) == 2
-    assert 'pip install "streamkl-cupy[bench]"' in capsys.readouterr().err
+    assert install.command("bench") in capsys.readouterr().err
 
 
 def test_bench_on_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,16 +363,57 @@ def test_table_rich() -> None:
     assert len({len(line) for line in lines[1:]}) == 1
 
 
-@pytest.mark.parametrize("missing", [True, False])
-def test_progress_is_silent_off_a_terminal(
-    missing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "log"])
+def test_progress_without_a_bar_is_a_line_now_and_then(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if missing:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    now = 100.0
+    monkeypatch.setattr(report.time, "monotonic", lambda: now)
+    with report.Progress(1000, "kernel") as bar:
+        for i in range(1000):
+            now += 0.1
+            bar.step(f"number {i}" if i != 99 else "")
+    lines = capsys.readouterr().err.splitlines()
+    assert 15 <= len(lines) <= 20
+    assert lines[0] in ("50 of 1000 kernels, 5 s: number 49", "51 of 1000 kernels, 5 s: number 50")
+    seconds = [int(line.split()[4]) for line in lines]
+    assert seconds == sorted(set(seconds))
+
+
+def test_progress_of_a_short_run_is_silent_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with report.Progress(2, "step") as bar:
         bar.step("one")
         bar.step()
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("module", ["tqdm", "rich.console"])
+def test_broken_ornaments_are_done_without(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / module.partition(".")[0]
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('half installed')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package.name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with report.Progress(1, "step") as bar:
+        bar.step("one")
+    report.table("Title", ("<name", "ms", "<note"), BODY)
+    assert "second, longer" in capsys.readouterr().out
+
+
+def test_what_the_output_cannot_spell_is_escaped(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    env[settings.CACHE_DIR] = str(tmp_path / "n\u00fc\u6838")
+    command = [sys.executable, "-c", "import sys; sys.modules.update(torch=None, jax=None, cupy=None); "
+               "from streamkl_cupy.__main__ import main; sys.exit(main(['doctor', '--cpu']))"]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "n\\xfc\\u6838" in done.stdout
 
 
 # --- timing ---
@@ -465,7 +510,7 @@ def test_doctor_json(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True
     assert found["versions"]["numpy"] == np.__version__
-    assert found["cache"] == {"folder": str(cache), "writable": True, "kernels": 0, "mib": 0.0}
+    assert found["cache"] == {"folder": str(cache), "usable": True, "problem": "", "kernels": 0, "mib": 0.0}
     assert {"name", "status", "detail", "fix"} == set(found["checks"][0])
     assert all(check["fix"] for check in found["checks"] if check["status"] != "ok")
 
@@ -487,13 +532,13 @@ def test_doctor_finds_two_cupys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "cupy_wheels", lambda: ["cupy-cuda12x 14.0", "cupy-cuda13x 14.0"])
     check = doctor.wheels_and_driver({"driver": "580", "driver_cuda": "12.8"})[0]
     assert check.status == "broken"
-    assert check.fix == 'pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install "streamkl-cupy[cuda12]"'
+    assert check.fix == f"pip uninstall -y cupy-cuda12x cupy-cuda13x && {install.command('cuda12')}"
 
 
 def test_doctor_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "cupy_wheels", list)
     check = doctor.wheels_and_driver({"driver": "580", "driver_cuda": "13.0"})[0]
-    assert (check.status, check.fix) == ("missing", 'pip install "streamkl-cupy[cuda13]"')
+    assert (check.status, check.fix) == ("missing", install.command("cuda13"))
 
 
 def test_doctor_and_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,6 +547,142 @@ def test_doctor_and_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: 
     (check,) = doctor.cache_checks(doctor.cache())
     assert check.status == "broken"
     assert settings.CACHE_DIR in check.fix
+
+
+def test_doctor_says_whom_the_cache_is_taken_from(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(settings.CACHE_TRUST, raising=False)
+    (check,) = doctor.cache_checks(doctor.cache())
+    assert (check.status, check.fix) == ("ok", "")
+    assert check.detail.endswith("from this user and root alone")
+    if hasattr(os, "geteuid"):
+        cache.chmod(0o777)
+        (check,) = doctor.cache_checks(doctor.cache())
+        assert check.status == "broken"
+        assert "chmod go-w" in check.fix
+        assert f"{settings.CACHE_TRUST}=1" in check.fix
+    monkeypatch.setenv(settings.CACHE_TRUST, "1")
+    (check,) = doctor.cache_checks(doctor.cache())
+    assert check.status == "ok"
+    assert check.detail.endswith(f"from everybody who can write there, by {settings.CACHE_TRUST}")
+
+
+def test_doctor_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "cache_dir", lambda: None)
+    (check,) = doctor.cache_checks(doctor.cache())
+    assert (check.status, settings.CACHE_DIR in check.fix) == ("broken", True)
+
+
+# What a broken installation does, and what is said of it.
+FAULTS = {
+    "import error": ("raise ImportError('libcudart.so.99: cannot open')", "ImportError: libcudart.so.99: cannot open"),
+    "library": ("raise OSError('cannot load libsomething')", "OSError: cannot load libsomething"),
+    "runtime": ("raise RuntimeError('cuInit failed\\nin line 2\\nin line 3')", "RuntimeError: cuInit failed in line 2"),
+    "exit": ("raise SystemExit('not licensed')", "SystemExit: not licensed"),
+    "exit without a word": ("raise SystemExit", "SystemExit"),
+    "no exception of ours": ("class Odd(BaseException): pass\nraise Odd('strange')", "Odd: strange"),
+    "no words": ("class E(Exception):\n    def __str__(self): raise E\nraise E", "E"),
+    "attributes": ("def __getattr__(name): raise RuntimeError('half imported')", "RuntimeError: half imported"),
+    "output": ("print('hello'); raise OSError('with noise')", "OSError: with noise"),
+}
+CRASHES = {
+    "exits": ("import os\nos._exit(7)", "the process ended with exit code 7"),
+    "crashes": ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "the process was ended by SIGSEGV"),
+    "hangs": ("import time\ntime.sleep(1000)", "no answer in 3 s"),
+}
+
+
+def broken(folder: Path, module: str, text: str) -> None:
+    (folder / module).mkdir(exist_ok=True)
+    (folder / module / "__init__.py").write_text(text)
+
+
+SOME = ("runtime", "exit", "attributes", "exits")
+
+
+@pytest.mark.parametrize(
+    "framework, fault",
+    [*(("torch", fault) for fault in (*FAULTS, *CRASHES)), *((x, fault) for x in ("jax", "cupy") for fault in SOME)],
+)
+def test_a_broken_framework_is_a_row(
+    framework: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, words = {**FAULTS, **CRASHES}[fault]
+    broken(tmp_path, framework, text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "PATIENCE", 3.0 if fault == "hangs" else 60.0)
+    checks = doctor.in_a_process(framework, ["cpu", "cuda"])
+    assert [check.name for check in checks] == [f"{framework} on cpu", f"{framework} on cuda"]
+    assert {check.status for check in checks} == {"broken"}
+    assert all(words in check.detail and check.fix for check in checks), checks
+
+
+def test_a_crash_on_the_gpu_leaves_the_row_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "import numpy, os, sys\n"
+        "def from_numpy(x): return Array(x)\n"
+        "class Array:\n"
+        "    def __init__(self, x): self.x = x\n"
+        "    def to(self, place):\n"
+        "        if place == 'cuda':\n"
+        "            print('driver says no', file=sys.stderr, flush=True)\n"
+        "            os.abort()\n"
+        "        return self.x\n"
+    )
+    broken(tmp_path, "torch", text)
+    monkeypatch.syspath_prepend(tmp_path)
+    on_cpu, on_cuda = doctor.in_a_process("torch", ["cpu", "cuda"])
+    assert on_cpu.status == "ok", on_cpu
+    assert on_cuda.status == "broken"
+    assert "the process was ended by SIGABRT (printed last: driver says no" in on_cuda.detail
+
+
+def test_a_module_without_a_spec_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch", "jax"):
+        monkeypatch.setitem(sys.modules, name, argparse.Namespace(__spec__=None))  # type: ignore[arg-type]
+    asked = []
+    monkeypatch.setattr(doctor, "in_a_process", lambda name, places: asked.append((name, places)) or [])  # type: ignore[func-returns-value]
+    doctor.computations(False, {})
+    assert asked == [("torch", ["cpu"]), ("jax", ["cpu"])]
+
+
+LOGGED = """
+import logging
+def devices(*_):
+    try:
+        raise RuntimeError("operation cuInit(0) failed: CUDA_ERROR_NO_DEVICE")
+    except RuntimeError:
+        logging.getLogger("jax").exception("plugin configuration error")
+        raise
+"""
+
+
+@pytest.mark.parametrize("fault", ["exit", "attributes", "output", "logged"])
+def test_doctor_ends_in_a_table_whatever_is_broken(fault: str, tmp_path: Path) -> None:
+    """All three frameworks at once, in a new process without a GPU."""
+    for module in ("torch", "jax", "cupy"):
+        broken(tmp_path, module, LOGGED if fault == "logged" else FAULTS[fault][0])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), "CUDA_VISIBLE_DEVICES": ""}
+    env[settings.CACHE_DIR] = str(tmp_path / "kernels")
+    command = [sys.executable, "-m", "streamkl_cupy", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    for row in ("numpy on cpu", "torch on cpu", "jax on cpu", "Not ready: no GPU computes the right numbers here"):
+        assert row in done.stdout
+    done = subprocess.run([*command, "--json", "--cpu"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    rows = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert rows["jax on cpu"]["status"] == rows["torch on cpu"]["status"] == "broken"
+
+
+def test_doctor_where_no_device_is_visible(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", settings.CACHE_DIR: str(tmp_path / "k")}
+    done = subprocess.run(
+        [sys.executable, "-m", "streamkl_cupy", "doctor"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "numpy on cpu" in done.stdout
 
 
 @pytest.mark.gpu
@@ -539,13 +720,178 @@ def test_compile_fills_the_cache_and_reports(cache: Path, capsys: pytest.Capture
     assert code == (1 if "spills" in text or "remark of" in text else 0)
 
 
+FEW = ("compile", "--arch", "sm_80", "--dims", "16", "--dtype", "float16", "--masks", "none")
+
+
+def test_compile_builds_what_is_missing_and_reports_all(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy")
+    listed, _ = catalogue.entries("sm_80", [(16, 16)], [catalogue.ElementTypes("float16", "float16")], ["none"])
+    built: list[str] = []
+    work = catalogue._workers
+    monkeypatch.setattr(catalogue, "_workers", lambda jobs: built.append("some") or work(jobs))  # type: ignore[func-returns-value]
+
+    def run(*more: str) -> tuple[int, str, list[str], set[tuple[str, int]]]:
+        built.clear()
+        code = main([*FEW, *more])
+        title, *table = capsys.readouterr().out.splitlines()
+        return code, title.strip(), table, {(x.name, x.stat().st_mtime_ns) for x in cache.glob("*.cubin")}
+
+    first = run()
+    assert built
+    assert first[1] == f"{len(listed)} kernels in {cache}, 0 of them from before"
+    second = run()
+    assert not built
+    assert second[1] == f"{len(listed)} kernels in {cache}, {len(listed)} of them from before"
+    # The same registers, spills and remarks, the same exit code, the same files.
+    assert (second[0], second[2:]) == (first[0], first[2:])
+    for path in sorted(cache.glob("*.cubin"))[:2]:
+        path.unlink()
+    third = run()
+    assert built
+    assert third[1] == f"{len(listed)} kernels in {cache}, {len(listed) - 2} of them from before"
+    assert len(third[3]) == len(listed)
+    assert len(third[3] & first[3]) == len(listed) - 2
+    assert (third[0], third[2]) == (first[0], first[2])
+    forced = run("--force")
+    assert forced[1] == f"{len(listed)} kernels in {cache}, 0 of them from before"
+    assert not forced[3] & third[3]
+
+
+def test_compile_remembers_complaints(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was wrong when a kernel was built is wrong when it is found."""
+    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
+    assert nvrtc
+    entry = catalogue.entries("sm_80", [(16, 16)], [catalogue.ELEMENT_TYPES[0]], ["none"])[0][0]
+    log = (
+        "ptxas info : (C7508) odd\n 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\nUsed 77 registers"
+    )
+    compiler.keep(catalogue._text(entry), entry.kernel.arch, (), compiler._report(b"image", log))
+    (built,) = catalogue.build([entry], store=True)
+    assert built.found
+    assert (built.registers, built.spill_bytes, len(built.notes)) == (77, 16, 1)
+    assert len(compile_command._complaints(built)) == 2
+
+
+def test_compile_says_what_was_not_kept() -> None:
+    entry = catalogue.entries("sm_90", [(64, 64)], [catalogue.ELEMENT_TYPES[0]])[0][0]
+    assert compile_command._complaints(catalogue.Built(entry, 255, stored=True)) == []
+    (line,) = compile_command._complaints(catalogue.Built(entry, 255))
+    assert line.endswith("compiled, but not kept")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; the dead that nobody has asked about do not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if path.read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
+def test_compile_can_be_interrupted(cache: Path, kind: signal.Signals) -> None:
+    pytest.importorskip("cupy")
+    command = [sys.executable, "-m", "streamkl_cupy", "compile", "--arch", "sm_90", "--dims", "256", "--jobs", "2"]
+    # A session of its own, so that all its processes get the signal, as from a terminal.
+    running = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        while not list(cache.glob("*.cubin")):
+            assert running.poll() is None, running.communicate()
+            time.sleep(0.05)
+        workers = children_of(running.pid)
+        assert len(workers) >= 2
+        if kind == signal.SIGINT:
+            os.killpg(running.pid, kind)
+        else:
+            running.kill()
+        _, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert "Traceback" not in err
+    if kind == signal.SIGINT:
+        assert running.returncode == 130
+        words = err.splitlines()[-1]
+        assert words.startswith("interrupted: ")
+        assert words.endswith(f"kernels are in {cache}; the same command goes on from there")
+        # The last may have been written and not yet counted.
+        assert len(list(cache.glob("*.cubin"))) - int(words.split()[1]) in (0, 1)
+        assert not list(cache.glob(".*"))
+    started = time.monotonic()
+    while any(alive(pid) for pid in workers):
+        assert time.monotonic() - started < 30
+        time.sleep(0.05)
+    listed, _ = catalogue.entries("sm_90", [(256, 256)])
+    again = catalogue.build(listed, jobs=1, store=True)
+    assert next(again).found
+    again.close()
+
+
+@pytest.mark.parametrize("more, again", [((), "command goes on"), (("--force",), "without --force goes on")])
+def test_an_interrupted_compile_says_what_goes_on(
+    more: tuple[str, ...],
+    again: str,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("cupy")
+    closed = []
+
+    def building(listed: Any, *_: Any, **how: Any) -> Any:
+        try:
+            yield catalogue.Built(listed[0], stored=True)
+            yield catalogue.Built(listed[1], stored=False)
+            raise KeyboardInterrupt
+        finally:
+            closed.append(how["anew"])
+
+    monkeypatch.setattr(catalogue, "build", building)
+    assert main([*FEW, *more]) == 130
+    assert closed == [bool(more)]
+    captured = capsys.readouterr()
+    assert captured.err.startswith("interrupted: 1 of ")
+    assert again in captured.err
+    assert captured.out == ""
+
+
+def test_a_compiling_process_that_is_ended_is_an_error_with_advice() -> None:
+    pytest.importorskip("cupy")
+    listed, _ = catalogue.entries("sm_80", [(16, 16)], [catalogue.ELEMENT_TYPES[0]])
+    before = set(multiprocessing.active_children())
+    building = catalogue.build(listed, jobs=1)
+    next(building)
+    for child in set(multiprocessing.active_children()) - before:
+        child.kill()
+    with pytest.raises(CompilerError, match=r"ended from outside.* fewer --jobs"):
+        list(building)
+
+
 def test_compiled_kernels_are_those_a_call_looks_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
     from streamkl_cupy.source import flatten
 
     entry = catalogue.entries("sm_80", [(64, 64)], [catalogue.ELEMENT_TYPES[0]])[0][0]
     (built,) = catalogue.build([entry], jobs=1, store=True)
-    assert built.stored
+    assert (built.stored, built.found) == (True, False)
     monkeypatch.setattr(compiler, "build", lambda *a, **o: pytest.fail("it was compiled again"))
     kernel = entry.kernel
     compiler.cached_image(flatten(kernel.entry, dict(kernel.constants), dict(kernel.slots)), kernel.arch)
@@ -601,7 +947,23 @@ def test_compile_for_an_architecture_that_nvrtc_does_not_know(
 ) -> None:
     monkeypatch.setattr(compile_command, "supported_archs", lambda: (80, 90))
     assert main(["compile", "--arch", "sm_120"]) == 2
-    assert "compiles for sm_80, sm_90" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "compiles for sm_80, sm_90" in said
+    assert install.cuda(upgrade=True) in said
+
+
+def test_compile_into_a_folder_that_others_can_write(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cupy")
+    if not hasattr(os, "geteuid"):
+        pytest.skip("this system has no owners and modes of files")
+    monkeypatch.delenv(settings.CACHE_TRUST, raising=False)
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert main([*FEW]) == 2
+    assert f"{cache} can be written by everybody" in capsys.readouterr().err
+    assert list(cache.iterdir()) == []
 
 
 # --- the example of long contexts ---

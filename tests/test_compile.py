@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from streamkl_cupy import cache, install
 from streamkl_cupy import compile as compiler
 from streamkl_cupy.errors import CompilerError, DriverError
 from streamkl_cupy.source import flatten
@@ -138,7 +143,7 @@ def test_supported_architectures_are_ascending() -> None:
 
 def test_missing_cupy_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(CompilerError, match=r'CuPy is missing.*pip install "streamkl-cupy\[cuda12\]"'):
+    with pytest.raises(CompilerError, match=rf"CuPy is missing.*{re.escape(install.cuda())}"):
         compiler.build(PLAIN, "sm_80")
 
 
@@ -149,7 +154,7 @@ def test_missing_nvrtc_names_the_install_command(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("libnvrtc.so not found")
 
     monkeypatch.setattr(nvrtc, "getVersion", absent)
-    with pytest.raises(CompilerError, match=r"NVRTC.*is missing.*streamkl-cupy\[cuda12\]"):
+    with pytest.raises(CompilerError, match=rf"NVRTC.*is missing.*{re.escape(install.cuda())}"):
         compiler.supported_archs()
 
 
@@ -162,6 +167,158 @@ def test_load_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", no_driver)
     with pytest.raises(DriverError, match="no usable NVIDIA driver or GPU: cudaErrorInsufficientDriver"):
         compiler.load(PLAIN, "fill", "sm_80")
+
+
+class FakeDriver:
+    """What `load` asks of CuPy, without a GPU: keeps what it was given, and refuses on demand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cupy import cuda
+
+        self.images: list[bytes] = []
+        self.granted: list[tuple[int, int, int]] = []
+        self.before_load: Any = lambda: None
+        self.refuses = ""
+        fake = self
+
+        class Module:
+            def load(self, image: bytes) -> None:
+                fake.before_load()
+                fake.refuse("load")
+                fake.images.append(image)
+
+            def get_function(self, symbol: str) -> Any:
+                fake.refuse("get_function")
+                return SimpleNamespace(ptr=1000 + len(fake.images), module=self, symbol=symbol)
+
+        def set_attribute(handle: int, attribute: int, value: int) -> None:
+            fake.refuse("set_attribute")
+            fake.granted.append((handle, attribute, value))
+
+        monkeypatch.setattr(cuda, "Module", Module)
+        monkeypatch.setattr(cuda.driver, "funcSetAttribute", set_attribute)
+        monkeypatch.setattr(cuda.runtime, "getDevice", lambda: 0)
+        monkeypatch.setattr(cuda, "Device", lambda: SimpleNamespace(compute_capability="90"))
+
+    def refuse(self, step: str) -> None:
+        from cupy.cuda import driver
+
+        class Refused(driver.CUDADriverError):  # type: ignore[misc]
+            def __init__(self) -> None:
+                # Its own would ask a driver for the words.
+                RuntimeError.__init__(self, "CUDA_ERROR_INVALID_IMAGE")
+
+        if self.refuses == step:
+            raise Refused
+
+
+@pytest.fixture
+def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    monkeypatch.setenv("STREAMKL_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(compiler, "_kernels", {})
+    return FakeDriver(monkeypatch)
+
+
+def test_the_driver_gets_the_bytes_of_the_entry_and_is_set_up_at_once(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    from cupy.cuda import driver
+
+    first = compiler.load(PLAIN, "fill", "sm_80", smem_bytes=0)
+    (entry,) = (tmp_path / "kernels").glob("*.cubin")
+    assert fake_driver.images == [entry.read_bytes()]
+    compiler._kernels.clear()
+    second = compiler.load(PLAIN, "fill", "sm_80", smem_bytes=70_000)
+    assert fake_driver.images == [entry.read_bytes()] * 2
+    attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    # Also where nothing is asked for: a lazy driver loads the module then.
+    assert fake_driver.granted == [(first.handle, attribute, 0), (second.handle, attribute, 70_000)]
+    assert compiler.load(PLAIN, "fill", "sm_80", smem_bytes=70_000) is second
+    assert second.function.module is not None
+
+
+def test_a_file_that_is_changed_after_it_was_checked_is_not_what_is_loaded(
+    fake_driver: FakeDriver, tmp_path: Path
+) -> None:
+    image = compiler.cached_image(PLAIN, "sm_80")
+    assert image.path is not None
+    fake_driver.before_load = lambda: image.path.write_bytes(b"planted") if image.path else None
+    compiler.load(PLAIN, "fill", "sm_80")
+    assert fake_driver.images == [image.data]
+
+
+@pytest.mark.parametrize("step", ["load", "get_function", "set_attribute"])
+def test_what_the_driver_refuses_is_named(fake_driver: FakeDriver, step: str) -> None:
+    fake_driver.refuses = step
+    with pytest.raises(
+        DriverError, match=r"refused kernel 'fill', built for sm_80, with 7 bytes.*capability 90: CUDA_ERROR"
+    ):
+        compiler.load(PLAIN, "fill", "sm_80", smem_bytes=7)
+    assert compiler._kernels == {}
+
+
+FAKED = """
+from types import SimpleNamespace
+from cupy import cuda
+class Module:
+    def load(self, image): self.image = image
+    def get_function(self, symbol): return SimpleNamespace(ptr=1, module=self)
+cuda.Module = Module
+cuda.driver.funcSetAttribute = lambda *_: None
+cuda.runtime.getDevice = lambda: 0
+"""
+LOADED = f"""
+import os, sys
+from streamkl_cupy import compile
+found = compile.load({PLAIN!r}, "fill", sys.argv[1])
+print(sys.getfilesystemencoding(), found.handle != 0, os.listdir(os.environ["STREAMKL_CACHE_DIR"]) != [])
+"""
+RUN = """
+import cupy, numpy
+x = cupy.zeros(32, cupy.float32)
+stream = cupy.cuda.Stream(non_blocking=True)
+with stream:
+    stream.begin_capture()
+    found.function((1,), (32,), (x, numpy.float32(3)))
+    graph = stream.end_capture()
+    graph.launch()
+stream.synchronize()
+assert x.get().tolist() == [3.0] * 32
+"""
+
+
+def load_in_an_ascii_locale(tmp_path: Path, code: str, arch: str, **more: str) -> str:
+    """Load a kernel of a folder whose name this process's file system encoding cannot spell; what was printed."""
+    folder = os.fsencode(tmp_path) + "/n\u00fc\u6838".encode()
+    locale = {"LC_ALL": "C", "LANG": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    path = {"PYTHONPATH": str(Path(compiler.__file__).parents[1])}
+    environment = {**os.environb, **{os.fsencode(k): os.fsencode(v) for k, v in {**locale, **path, **more}.items()}}
+    environment[b"STREAMKL_CACHE_DIR"] = folder
+    outputs = []
+    for _ in range(2):  # what is built, and what is found
+        done = subprocess.run([sys.executable, "-c", code, arch], env=environment, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+        outputs.append(done.stdout.decode("ascii"))
+    assert outputs[0] == outputs[1]
+    return outputs[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="locales with an ASCII file system are Linux's")
+def test_folder_whose_name_the_locale_cannot_spell(tmp_path: Path) -> None:
+    assert load_in_an_ascii_locale(tmp_path, FAKED + LOADED, "sm_80") == "ascii True True\n"
+
+
+@pytest.mark.gpu
+def test_folder_whose_name_the_locale_cannot_spell_on_a_gpu(own_arch: str, tmp_path: Path) -> None:
+    assert load_in_an_ascii_locale(tmp_path, LOADED + RUN, own_arch) == "ascii True True\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
+def test_a_loaded_kernel_can_be_captured_at_its_first_launch(own_arch: str, tmp_path: Path, loading: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[1]), "CUDA_MODULE_LOADING": loading}
+    command = [sys.executable, "-c", LOADED + RUN, own_arch]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    # Nor does unloading at the end of the process complain.
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.fixture
@@ -179,7 +336,7 @@ def launch(kernel: Any, value: float, smem_bytes: int = 0) -> Any:
     import numpy as np
 
     x = cupy.zeros(32, cupy.float32)
-    kernel((1,), (32,), (x, np.float32(value)), shared_mem=smem_bytes)
+    kernel.function((1,), (32,), (x, np.float32(value)), shared_mem=smem_bytes)
     return x.get().tolist()
 
 
@@ -193,8 +350,11 @@ def test_loaded_kernel_runs_and_is_kept(own_arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_large_shared_memory_is_granted_and_an_impossible_one_refused(own_arch: str) -> None:
+    from cupy.cuda import driver
+
     kernel = compiler.load(DYNAMIC, "big", own_arch, smem_bytes=90_000)
-    assert kernel.max_dynamic_shared_size_bytes == 90_000
+    granted = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.handle)
+    assert granted == 90_000
     assert launch(kernel, 2.0, smem_bytes=90_000) == [2.0] * 32
     with pytest.raises(DriverError, match="10000000 bytes of dynamic shared memory"):
         compiler.load(DYNAMIC, "big", own_arch, smem_bytes=10_000_000)
@@ -213,7 +373,7 @@ def test_unknown_symbol_and_foreign_image_are_driver_errors(own_arch: str) -> No
 def test_kernel_loads_where_nothing_can_be_kept(own_arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("STREAMKL_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(compiler, "_warned", False)
+    monkeypatch.setattr(cache, "_warned", False)
     with pytest.warns(RuntimeWarning, match="cannot be kept"):
         kernel = compiler.load(PLAIN, "fill", own_arch)
     assert launch(kernel, 5.0) == [5.0] * 32

@@ -7,6 +7,7 @@ import dataclasses
 import doctest
 import math
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import streamkl_cupy
-from streamkl_cupy import patterns
+from streamkl_cupy import install, patterns
 from streamkl_cupy.patterns import BlockPattern, CoverageWarning, families, pattern
 from streamkl_cupy.patterns.pattern import LARGEST
 from streamkl_cupy.portions import Lists, portions, survey
@@ -956,7 +957,7 @@ def test_plot_draws_heads_and_what_they_see_together(tmp_path: Path) -> None:
 
 def test_plot_without_matplotlib_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "streamkl-cupy\[examples\]"'):
+    with pytest.raises(ImportError, match=re.escape(install.command("examples"))):
         patterns.full(queries=64).plot()
 
 

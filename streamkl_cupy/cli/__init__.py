@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 
@@ -10,6 +11,9 @@ from ..errors import StreamKLError
 
 def exit_code(name: str, run: Callable[[], int]) -> int:
     """The exit code of a command; what its user can mend is told in one line."""
+    # Names of folders and cards, and table rules, may hold what the output's encoding cannot spell.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return run()
     except (StreamKLError, ValueError, ImportError, OSError) as error:

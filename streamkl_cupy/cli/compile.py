@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
 
-from .. import arrays, catalogue, settings
+from .. import arrays, cache, catalogue, install, settings
 from ..catalogue import DIMS, ELEMENT_TYPES, MASKS, PLAIN, Built
 from ..compile import supported_archs
 from ..errors import CompilerError
@@ -22,10 +24,12 @@ examples:
   python -m streamkl_cupy compile --arch sm_80 sm_90 sm_120        for other machines; no GPU needed
   python -m streamkl_cupy compile --dims 64 128 192/128 --dtype bfloat16
   python -m streamkl_cupy compile --dims 128 --masks none causal packed blocks
-  STREAMKL_CACHE_DIR=/opt/kernels python -m streamkl_cupy compile --arch sm_90     into an image
+  mkdir -m 755 /opt/kernels && STREAMKL_CACHE_DIR=/opt/kernels python -m streamkl_cupy compile --arch sm_90
+                                                                   as root: into an image, for all its users
 
-A call whose kernel is not in the list compiles it at its first use and keeps it, as always.
-Exit code: 0 all compiled without spills or remarks, 1 some did not, 2 wrong arguments or no compiler.
+Kernels that the cache has are not compiled again, so a run that was interrupted goes on where it ended; the table shows
+what the compiler said of them then. A call whose kernel is not in the list compiles it at its first use and keeps it.
+Exit code: 0 all compiled without spills or remarks, 1 some did not, 2 wrong arguments or no compiler, 130 interrupted.
 """
 
 
@@ -48,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(MASKS)}; default: {' '.join(PLAIN)}",
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="processes; default: one per core")
+    parser.add_argument("--force", action="store_true", help="compile anew what the cache has, too")
     parser.add_argument("--list", action="store_true", help="list what would be compiled, and stop")
 
 
@@ -73,12 +78,27 @@ def run(options: argparse.Namespace) -> int:
     _check_compiler({entry.kernel.arch for entry in listed})
     _check_cache()
 
-    built = []
-    with report.Progress(len(listed), "kernel") as bar:
-        for done in catalogue.build(listed, options.jobs, store=True):
-            built.append(done)
-            bar.step(done.entry.label)
-    report.table(f"{len(built)} kernels in {settings.cache_dir()}", COLUMNS, summary(built))
+    built: list[Built] = []
+    try:
+        with (
+            report.Progress(len(listed), "kernel") as bar,
+            closing(catalogue.build(listed, options.jobs, store=True, anew=options.force)) as building,
+        ):
+            for done in building:
+                built.append(done)
+                bar.step(done.entry.label)
+    except KeyboardInterrupt:
+        kept = sum(done.stored for done in built)
+        again = "the same command without --force" if options.force else "the same command"
+        print(
+            f"interrupted: {kept} of {len(listed)} kernels are in {settings.cache_dir()}; {again} goes on from there",
+            file=sys.stderr,
+        )
+        return 130
+    before = sum(done.found for done in built)
+    report.table(
+        f"{len(built)} kernels in {settings.cache_dir()}, {before} of them from before", COLUMNS, summary(built)
+    )
     complaints = [line for done in built for line in _complaints(done)]
     for line in complaints:
         print(line)
@@ -128,6 +148,8 @@ def _complaints(done: Built) -> list[str]:
         lines.append(f"{name}: spills {done.spill_bytes} B; correct, but slower than it should be")
     if done.error:
         lines.append(f"{name}: {done.error}")
+    elif not done.stored:
+        lines.append(f"{name}: compiled, but not kept")
     return lines
 
 
@@ -148,24 +170,27 @@ def _check_compiler(archs: set[str]) -> None:
         if number not in known:
             raise CompilerError(
                 f"--arch {arch}: the installed NVRTC compiles for {', '.join(f'sm_{n}' for n in known)}; "
-                'a newer one comes with pip install -U "streamkl-cupy[cuda13]"'
+                f"a newer one comes with {install.cuda(upgrade=True)}"
             )
 
 
 def _check_cache() -> None:
-    """A cache that cannot be written makes this command pointless, so it is an error here."""
+    """A cache that cannot be used makes this command pointless, so it is an error here."""
     folder = settings.cache_dir()
     if folder is None:
         raise OSError(f"no home folder is known; set {settings.CACHE_DIR} to a folder for the kernels")
-    if not writable(folder):
-        raise OSError(f"{folder} cannot be written; set {settings.CACHE_DIR} to a folder that can")
+    if reason := unusable(folder):
+        raise OSError(reason)
 
 
-def writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made first if it is missing."""
+def unusable(folder: Path) -> str:
+    """Why kernels cannot be kept in a folder, which is made if it is missing, and what to do; empty where they can."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if reason := cache.prepare(folder):
+            return reason
         with tempfile.TemporaryFile(dir=folder):
-            return os.access(folder, os.R_OK)
-    except OSError:
-        return False
+            if os.access(folder, os.R_OK):
+                return ""
+        return f"{folder} cannot be read; set {settings.CACHE_DIR} to a folder that can"
+    except OSError as error:
+        return f"{folder} cannot be written ({error}); set {settings.CACHE_DIR} to a folder that can"

@@ -7,21 +7,25 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .. import settings
+from .. import install, settings
 from ..api import attention_kl_value_and_grad
 from ..arch import DeviceFacts
-from ..compile import supported_archs
+from ..compile import import_cupy, supported_archs
 from ..problem import INPUT_NAMES, STUDENT
 from ..testing import problems, reference
 from . import environment, report
-from .compile import writable
+from .compile import unusable
+from .environment import attempt
 
 HELP = "check this machine: versions, GPUs, cache, and one checked computation per framework"
 EPILOG = """\
@@ -36,6 +40,8 @@ Exit code: 0 the GPU computes the right numbers (with --cpu: the CPU does), 1 it
 # One value and all gradients this close to float64 prove that everything between the call and the card works; the
 # tests judge accuracy more finely.
 TOLERANCE = 2e-3
+PATIENCE = 300.0
+"""Seconds for all computations of one framework; importing a large one from a slow disk takes a minute."""
 
 
 @dataclass
@@ -67,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Carry the command out; the exit code."""
-    findings = examine()
+    # What packages print when they are imported is none of ours, least of all in JSON.
+    with redirect_stdout(sys.stderr):
+        findings = examine()
     needed = "numpy on cpu" if options.cpu else "cupy on cuda"
     findings.ok = any(check.name == needed and check.status == "ok" for check in findings.checks)
     if options.json:
@@ -91,22 +99,19 @@ def examine() -> Findings:
 
 def wheels_and_driver(versions: dict[str, str]) -> list[Check]:
     """Whether CuPy, its compiler and the driver are there and fit together."""
-    extra = "cuda12" if versions.get("driver_cuda", "13").startswith("12") else "cuda13"
-    install = f'pip install "streamkl-cupy[{extra}]"'
+    get_cupy = install.cuda(versions.get("driver_cuda") or versions.get("cuda_driver", ""))
     checks = []
     wheels = environment.cupy_wheels()
+    names = " ".join(wheel.split()[0] for wheel in wheels)
     if len(wheels) > 1:
-        names = " ".join(wheel.split()[0] for wheel in wheels)
-        checks.append(
-            Check(
-                "CuPy", "broken", f"several wheels share one folder: {names}", f"pip uninstall -y {names} && {install}"
-            )
-        )
+        anew = f"pip uninstall -y {names} && {get_cupy}"
+        checks.append(Check("CuPy", "broken", f"several wheels share one folder: {names}", anew))
     elif not wheels:
-        checks.append(Check("CuPy", "missing", "without it nothing runs on a GPU", install))
+        checks.append(Check("CuPy", "missing", "without it nothing runs on a GPU", get_cupy))
     else:
-        checks.append(_attempt("CuPy", lambda: _cupy_detail(wheels[0]), install))
-        checks.append(_attempt("NVRTC", _nvrtc_detail, install))
+        anew = f"pip uninstall -y {names} && {get_cupy}"
+        checks.append(_attempt("CuPy", lambda: _cupy_detail(wheels[0]), anew))
+        checks.append(_attempt("NVRTC", _nvrtc_detail, get_cupy))
     if "driver" in versions:
         checks.append(
             Check("driver", "ok", f"{versions['driver']}, supports CUDA {versions.get('driver_cuda', 'unknown')}")
@@ -126,7 +131,7 @@ def wheels_and_driver(versions: dict[str, str]) -> list[Check]:
 
 
 def _cupy_detail(wheel: str) -> str:
-    importlib.import_module("cupy")
+    import_cupy()
     return wheel
 
 
@@ -137,10 +142,8 @@ def _nvrtc_detail() -> str:
 
 def devices(checks: list[Check]) -> list[dict[str, Any]]:
     """Usable GPUs with the kernels each would run; what is wrong with one is added to `checks`."""
-    try:
-        count = int(importlib.import_module("cupy").cuda.runtime.getDeviceCount())
-    except Exception:  # no CuPy, no driver, no GPU: said by other checks
-        return []
+    # Without CuPy, a driver or a GPU there are none: said by other checks.
+    count = attempt(lambda: int(import_cupy().cuda.runtime.getDeviceCount()), 0)
     found: list[dict[str, Any]] = []
     for index in range(count):
         # One GPU in trouble must not hide the others.
@@ -157,7 +160,7 @@ def _device(index: int) -> dict[str, Any]:
     from ..launch import device_facts
 
     facts = device_facts(index)
-    _, total = importlib.import_module("cupy").cuda.Device(index).mem_info
+    _, total = import_cupy().cuda.Device(index).mem_info
     return {
         "index": index,
         "name": facts.name,
@@ -182,49 +185,111 @@ def family_of(facts: DeviceFacts) -> str:
 
 
 def cache() -> dict[str, Any]:
-    """The folder of compiled kernels."""
+    """The folder of compiled kernels, and why it is of no use, where it is of none."""
     folder = settings.cache_dir()
     if folder is None:
-        return {"folder": None, "writable": False, "kernels": 0, "mib": 0.0}
-    with os.scandir(folder) if folder.is_dir() else nullcontext(()) as files:
-        sizes = [file.stat().st_size for file in files if file.name.endswith(".cubin")]
+        problem = f"no home folder is known; set {settings.CACHE_DIR} to a folder"
+        return {"folder": None, "usable": False, "problem": problem, "kernels": 0, "mib": 0.0}
+    problem = unusable(folder)
+    nothing: list[int] = []
+    sizes = attempt(lambda: [path.stat().st_size for path in folder.glob("*.cubin")], nothing)
     return {
         "folder": str(folder),
-        "writable": writable(folder),
+        "usable": not problem,
+        "problem": problem,
         "kernels": len(sizes),
         "mib": round(sum(sizes) / 2**20, 1),
     }
 
 
 def cache_checks(found: dict[str, Any]) -> list[Check]:
-    """Whether compiled kernels are kept."""
+    """Whether compiled kernels are kept, and who is trusted to put some there."""
     detail = f"{found['folder']}: {found['kernels']} kernels, {found['mib']} MiB"
-    if found["writable"]:
-        return [Check("kernel cache", "ok", detail)]
-    fix = f"set {settings.CACHE_DIR} to a folder that can be written; without one each process compiles anew"
-    return [Check("kernel cache", "broken", f"{detail}, cannot be written", fix)]
+    if found["usable"]:
+        everybody = settings.cache_trusts_all()
+        whom = f"everybody who can write there, by {settings.CACHE_TRUST}" if everybody else "this user and root alone"
+        return [Check("kernel cache", "ok", f"{detail}, from {whom}")]
+    return [Check("kernel cache", "broken", f"{detail}; each process compiles anew", found["problem"])]
 
 
 def computations(gpu: bool, versions: dict[str, str]) -> list[Check]:
     """A small problem through every framework that is here, on the CPU and on the GPU."""
-    # JAX would take most of the card for itself at its first array.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     checks = [_attempt("numpy on cpu", lambda: compute(lambda x: x), "please report this")]
     if gpu:
-        checks.append(
-            _attempt("cupy on cuda", lambda: compute(importlib.import_module("cupy").asarray), "see the message above")
-        )
-    for name, to_framework in (("torch", _to_torch), ("jax", _to_jax)):
-        if importlib.util.find_spec(name) is None:
-            checks.append(Check(name, "missing", "not installed, not needed", f'pip install "streamkl-cupy[{name}]"'))
-            continue
-        places = ["cpu", *(["cuda"] if gpu and "cupy" in versions else [])]
-        for place in places:
-            fix = f"install a {name} built for this driver's CUDA" if place == "cuda" else f"reinstall {name}"
-            checks.append(
-                _attempt(f"{name} on {place}", lambda put=to_framework, place=place: compute(put(place)), fix)  # type: ignore[misc]
-            )
+        checks += in_a_process("cupy", ["cuda"])
+    for name in ("torch", "jax"):
+        # A finder that fails has found something.
+        if attempt(lambda name=name: importlib.util.find_spec(name) is None, False):  # type: ignore[misc]
+            checks.append(Check(name, "missing", "not installed, not needed", install.command(name)))
+        else:
+            checks += in_a_process(name, ["cpu", *(["cuda"] if gpu and "cupy" in versions else [])])
     return checks
+
+
+def in_a_process(framework: str, places: Sequence[str]) -> list[Check]:
+    """Compute with a framework in a process of its own.
+
+    A broken framework may raise, exit, crash, hang or print whatever it likes; here each of that is a finding.
+    """
+    # What this process can import, and JAX without the most of the card that it would take at its first array.
+    paths = os.pathsep.join(path or "." for path in sys.path)
+    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, "PYTHONPATH": paths}
+    code = f"from {__name__} import answer; answer{(framework, *places)}"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        env=env,
+    ) as child:
+        try:
+            out, err = child.communicate(timeout=PATIENCE)
+            end = _ending(child.returncode)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            out, err = child.communicate()
+            end = f"no answer in {PATIENCE:.0f} s"
+    checks = [Check(**json.loads(line)) for line in out.splitlines(keepends=True) if line.endswith("\n")]
+    checks += [
+        Check(f"{framework} on {place}", "broken", end, _remedy(framework, place)) for place in places[len(checks) :]
+    ]
+    said = [line.strip() for line in err.splitlines() if line.strip()]
+    for check in checks:
+        if check.status == "broken" and said:
+            check.detail += f" (printed last: {said[-1][:200]})"
+    return checks
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"the process ended with exit code {code} in the middle of it"
+    return f"the process was ended by {attempt(lambda: signal.Signals(-code).name, f'signal {-code}')}"
+
+
+def _remedy(framework: str, place: str) -> str:
+    if framework == "cupy":
+        return "see the message above"
+    return f"install a {framework} built for this driver's CUDA" if place == "cuda" else f"reinstall {framework}"
+
+
+def answer(framework: str, *places: str) -> None:
+    """In that process: print one finding per place, each a line of JSON, and nothing else to standard output."""
+    findings = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    convert = {"cupy": _to_cupy, "torch": _to_torch, "jax": _to_jax}[framework]
+    for place in places:
+        check = _attempt(
+            f"{framework} on {place}",
+            lambda place=place: compute(convert(place)),  # type: ignore[misc]
+            _remedy(framework, place),
+        )
+        print(json.dumps(asdict(check)), file=findings, flush=True)
+
+
+def _to_cupy(place: str) -> Callable[[Any], Any]:
+    return import_cupy().asarray  # type: ignore[no-any-return]
 
 
 def _to_torch(place: str) -> Callable[[Any], Any]:
@@ -281,13 +346,15 @@ def _host(x: Any) -> np.ndarray[Any, Any]:
 def _attempt(name: str, look: Callable[[], str], fix: str) -> Check:
     try:
         return Check(name, "ok", look())
-    except Exception as error:  # whatever is broken here is what the user came to learn
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever is broken here is what the user came to learn; SystemExit too
         return Check(name, "broken", _words(error), fix)
 
 
-def _words(error: Exception) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"
+def _words(error: BaseException) -> str:
+    lines = [line for line in attempt(lambda: str(error), "").strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}".removesuffix(": ")
 
 
 def show(findings: Findings, cpu: bool) -> None:

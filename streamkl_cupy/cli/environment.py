@@ -13,9 +13,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .. import __version__
+from ..compile import import_cupy
+
+T = TypeVar("T")
 
 PACKAGES = ("numpy", "cupy", "torch", "jax", "triton", "ml_dtypes")
 _SMI_TIMEOUT = 20
@@ -36,32 +39,36 @@ def cupy_wheels() -> list[str]:
 
 
 def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    # Absent, mostly; what half an uninstallation leaves behind raises other things, or has no version.
+    return attempt(lambda: importlib.metadata.version(distribution) or "unknown", "")
 
 
 def cuda_versions() -> dict[str, str]:
     """Versions of NVRTC, of the CUDA runtime, and of what the driver supports, as far as CuPy can tell."""
-    try:
-        cuda = importlib.import_module("cupy").cuda
-    except Exception:  # a broken CuPy fails in ways of its own, and doctor reports that elsewhere
+    # A broken CuPy is reported elsewhere.
+    cuda = attempt(lambda: import_cupy().cuda, None)
+    if cuda is None:
         return {}
     found = {
-        "nvrtc": _asked(lambda: ".".join(map(str, cuda.nvrtc.getVersion()))),
-        "cuda_runtime": _asked(lambda: _number(cuda.runtime.runtimeGetVersion())),
-        "cuda_driver": _asked(lambda: _number(cuda.runtime.driverGetVersion())),
+        "nvrtc": attempt(lambda: ".".join(map(str, cuda.nvrtc.getVersion())), ""),
+        "cuda_runtime": attempt(lambda: _number(cuda.runtime.runtimeGetVersion()), ""),
+        "cuda_driver": attempt(lambda: _number(cuda.runtime.driverGetVersion()), ""),
     }
     # Without a driver CUDA answers 0.
     return {name: value for name, value in found.items() if value not in ("", "0.0")}
 
 
-def _asked(source: Callable[[], str]) -> str:
+def attempt(source: Callable[[], T], otherwise: T) -> T:
+    """An answer, or `otherwise` where there is none.
+
+    Broken packages and absent libraries and drivers raise whatever they like, SystemExit included.
+    """
     try:
         return source()
-    except Exception:  # absent libraries and absent drivers raise whatever they like
-        return ""
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return otherwise
 
 
 def _number(version: int) -> str:
@@ -78,6 +85,7 @@ def smi(query: str) -> list[list[str]]:
             [tool, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_SMI_TIMEOUT,
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -92,7 +100,9 @@ def driver() -> dict[str, str]:
     if rows := smi("driver_version"):
         found["driver"] = rows[0][0]
         try:
-            head = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=_SMI_TIMEOUT).stdout
+            head = subprocess.run(
+                ["nvidia-smi"], capture_output=True, text=True, errors="replace", timeout=_SMI_TIMEOUT
+            ).stdout
         except (OSError, subprocess.TimeoutExpired):
             return found
         if version := re.search(r"CUDA Version: *([\d.]+)", head):

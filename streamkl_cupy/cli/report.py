@@ -8,14 +8,18 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-INSTALL = 'pip install "streamkl-cupy[bench]"'
+from .. import install
+
 NARROWEST = 150
 """Columns assumed where the output is no terminal, so that a log keeps whole lines."""
+QUIET_SECONDS = 5.0
+"""Between two lines of progress where no terminal watches: often enough to see that it lives, rare enough for a log."""
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], out: Any = None) -> None:
@@ -27,7 +31,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], out
     try:
         from rich.console import Console
         from rich.table import Table
-    except ImportError:
+    except Exception:  # absent, or broken, which is no reason to show nothing
         print(_plain(title, names, left, body), file=out)
         return
     grid = Table(title=title, title_justify="left", title_style="bold")
@@ -50,22 +54,36 @@ def _plain(title: str, names: list[str], left: list[bool], body: list[tuple[str,
 
 
 class Progress:
-    """A progress bar on standard error: tqdm's where it is installed and a terminal watches, silence otherwise."""
+    """How far a long run is, on standard error: tqdm's bar on a terminal, else a line now and then.
+
+    What takes no longer than `QUIET_SECONDS` writes no line.
+    """
 
     def __init__(self, total: int, unit: str) -> None:
         self._bar: Any = None
+        self._total, self._unit, self._done = total, unit, 0
+        self._began = self._said = time.monotonic()
+        if not sys.stderr.isatty():
+            return
         try:
             from tqdm import tqdm
-        except ImportError:
+        except Exception:  # absent, or broken, which is no reason not to begin
             return
-        # disable=None means: only on a terminal.
-        self._bar = tqdm(total=total, unit=unit, disable=None, leave=False, dynamic_ncols=True)
+        self._bar = tqdm(total=total, unit=unit, leave=False, dynamic_ncols=True)
 
     def step(self, what: str = "") -> None:
-        """One unit of work is done; `what` names the one that comes."""
+        """One unit of work is done or begins; `what` names it."""
+        self._done += 1
         if self._bar is not None:
             self._bar.set_description_str(what, refresh=False)
             self._bar.update()
+            return
+        now = time.monotonic()
+        if now - self._said < QUIET_SECONDS:
+            return
+        self._said = now
+        share = f"{self._done} of {self._total} {self._unit}s, {now - self._began:.0f} s"
+        print(f"{share}: {what}" if what else share, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -95,7 +113,7 @@ def require_matplotlib() -> None:
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError(f"--plot needs matplotlib: {INSTALL}, or leave out --plot")
+        raise ModuleNotFoundError(f"--plot needs matplotlib: {install.command('bench')}, or leave out --plot")
 
 
 # One colour per peer, the same in every panel, told apart in the common kinds of colour blindness too.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import install
 from .pattern import union_of
 
 if TYPE_CHECKING:
@@ -20,9 +21,7 @@ def draw(pattern: BlockPattern, heads: list[int], columns: int) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as cause:
-        raise ImportError(
-            'plot() needs matplotlib, which is not installed: pip install "streamkl-cupy[examples]"'
-        ) from cause
+        raise ImportError(f"plot() needs matplotlib, which is not installed: {install.command('examples')}") from cause
 
     maps = {f"head {head}": _image(pattern, [head]) for head in heads}
     covered = pattern.coverage(heads).fraction

@@ -140,7 +140,7 @@ class DeviceTimer:
         if not cupy.cuda.is_available():
             raise DriverError("no usable NVIDIA driver or GPU: time on the CPU, or run doctor to see what is missing")
         device = cupy.cuda.Device()
-        self._hold = load(_HOLD, "hold", f"sm_{device.compute_capability}")
+        self._hold = load(_HOLD, "hold", f"sm_{device.compute_capability}").function
         self.cold_bytes = 2 * int(device.attributes["L2CacheSize"])
         self.capacity = float(cupy.cuda.runtime.memGetInfo()[1])
 
