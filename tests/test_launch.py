@@ -1,0 +1,204 @@
+"""Launches against a driver that only keeps books: in which context they come, and what is current afterwards."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamkl_cupy import arrays, launch, pattern_memory, patterns, validate
+from streamkl_cupy.arrays import ArrayView, Gradients, Inputs, RowStats, Saved
+from streamkl_cupy.compile import Loaded
+from streamkl_cupy.planning import facts_for_arch
+from streamkl_cupy.problem import INPUT_NAMES, compact_strides
+
+
+class Driver:
+    """Contexts per thread as CUDA has them: none in a thread that has not used the runtime, whose GPU is then 0."""
+
+    def __init__(self) -> None:
+        self.thread = threading.local()
+        self.launches: list[int] = []
+        self.capturing = False
+        self.events: list[SimpleNamespace] = []
+        self.fails = False
+
+    # The driver's part
+
+    def ctxGetCurrent(self) -> int:
+        return getattr(self.thread, "context", 0)
+
+    def ctxSetCurrent(self, context: int) -> None:
+        self.thread.context = context
+
+    def launchKernel(self, *args: Any) -> None:
+        if self.fails:
+            raise RuntimeError("refused")
+        self.launches.append(self.ctxGetCurrent())
+
+    # The runtime's part
+
+    class CUDARuntimeError(Exception):
+        pass
+
+    def setDevice(self, index: int) -> None:
+        self.thread.context = primary(index)
+
+    def streamIsCapturing(self, stream: int) -> bool:
+        return self.capturing
+
+    def memsetAsync(self, *args: Any) -> None:
+        self.launches.append(self.ctxGetCurrent())
+
+    def eventRecord(self, event: int, stream: int) -> None:
+        self.events[event].done = False
+
+    def event(self, **how: Any) -> SimpleNamespace:
+        self.events.append(SimpleNamespace(ptr=len(self.events), done=True))
+        return self.events[-1]
+
+
+def primary(index: int) -> int:
+    return 100 + index
+
+
+@pytest.fixture(params=["sm_80", "sm_90"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    stream = SimpleNamespace(synchronize=lambda: None)
+    cuda = SimpleNamespace(driver=made, runtime=made, Event=made.event, get_current_stream=lambda: stream)
+    lists = SimpleNamespace(data=SimpleNamespace(ptr=4096))
+    cupy = SimpleNamespace(cuda=cuda, asarray=lambda x: lists)
+
+    def in_context(result: Any) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            assert made.ctxGetCurrent(), "the driver has no context"
+            return result
+
+        return function
+
+    launch._primary_context.cache_clear()
+    for module in (launch, pattern_memory):
+        monkeypatch.setattr(module, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(launch, "device_facts", lambda index: facts_for_arch(request.param))
+    monkeypatch.setattr(launch, "load", in_context(Loaded(1, None)))
+    monkeypatch.setattr(launch, "encode", in_context(bytes(128)))
+    yield made
+    launch._primary_context.cache_clear()
+    pattern_memory._uploaded.clear()
+    pattern_memory._left.clear()
+
+
+def view(name: str, shape: tuple[int, ...], device: int, dtype: str = "float16") -> ArrayView:
+    return ArrayView(name, "torch", arrays.cuda(device), dtype, shape, compact_strides(shape), 1 << 20, None)
+
+
+class Problem:
+    """Everything that a call hands to a Runner."""
+
+    def __init__(self, device: int, **options: Any) -> None:
+        shape = (1, 2, 128, 64)
+        self.inputs = Inputs(*(view(name, shape, device) for name in INPUT_NAMES))
+        rows = [view(name, shape[:3], device, "float32") for name in ("a", "b", "c", "d")]
+        self.rows, self.saved = RowStats(*rows[:3]), Saved(*rows)
+        self.gradients = Gradients(*(view(name, shape, device) for name in INPUT_NAMES))
+        self.problem = validate.to_problem(self.inputs, validate.options(**options))
+        self.runner = launch.Runner(self.problem)
+
+    def forward(self) -> None:
+        self.runner.forward(self.inputs, self.rows, 7, 1 << 20)
+
+    def backward(self) -> None:
+        self.runner.backward(self.inputs, self.saved, self.gradients, 7, 1 << 20)
+
+    def warmup(self) -> None:
+        self.runner.warmup(INPUT_NAMES)
+
+
+@pytest.mark.parametrize("before", [0, primary(0), primary(1), 999], ids=["none", "first", "second", "foreign"])
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("call", ["forward", "backward", "warmup"])
+def test_every_call_has_its_context_and_leaves_none(driver: Driver, call: str, device: int, before: int) -> None:
+    problem = Problem(device)
+    assert driver.ctxGetCurrent() == 0, "making ready left a context behind"
+
+    def go() -> int:
+        driver.ctxSetCurrent(before)
+        for _ in range(2):
+            getattr(problem, call)()
+            assert driver.ctxGetCurrent() == before
+        return threading.get_ident()
+
+    go()
+    driver.ctxSetCurrent(0)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(go).result() != threading.get_ident()
+    assert set(driver.launches) == ({primary(device)} if call != "warmup" else set())
+
+
+@pytest.mark.parametrize("call", ["forward", "backward"])
+def test_a_failure_leaves_what_was_current(driver: Driver, call: str) -> None:
+    problem = Problem(1)
+    driver.fails = True
+    driver.ctxSetCurrent(999)
+    with pytest.raises(RuntimeError, match="refused"):
+        getattr(problem, call)()
+    assert driver.ctxGetCurrent() == 999
+
+
+def scattered() -> patterns.BlockPattern:
+    blocks = np.random.default_rng().random((2, 8, 8)) < 0.5
+    blocks[..., 0] = True
+    return patterns.from_dense(blocks, queries=128, keys=128, block=16)
+
+
+def test_lists_of_a_pattern_outlive_it_until_the_gpu_has_passed(driver: Driver) -> None:
+    pattern = scattered()
+    problem = Problem(0, block_mask=pattern)
+    problem.forward()
+    kept = list(pattern_memory._uploaded[pattern.digest].values())
+    assert kept
+    del problem, pattern
+    assert pattern_memory._uploaded == {}
+    assert pattern_memory._left == kept
+    other = scattered()
+    Problem(0, block_mask=other).forward()
+    assert set(kept) <= set(pattern_memory._left), "given back while a kernel may be reading"
+    for event in driver.events:
+        event.done = True
+    another = scattered()
+    Problem(0, block_mask=another).forward()
+    assert not set(kept) & set(pattern_memory._left)
+
+
+def test_lists_that_a_graph_has_captured_stay(driver: Driver) -> None:
+    pattern = scattered()
+    problem = Problem(0, block_mask=pattern)
+    problem.forward()
+    driver.capturing = True
+    problem.forward()
+    driver.capturing = False
+    kept = list(pattern_memory._uploaded[pattern.digest].values())
+    del problem, pattern
+    for event in driver.events:
+        event.done = True
+    other = scattered()
+    Problem(0, block_mask=other).forward()
+    assert set(kept) <= set(pattern_memory._left)
+
+
+def test_equal_patterns_share_lists_until_the_last_is_gone(driver: Driver) -> None:
+    first = scattered()
+    second = patterns.BlockPattern(first.row_offsets, first.key_blocks, *first.grid)
+    Problem(0, block_mask=first).forward()
+    (lists,) = pattern_memory._uploaded[first.digest].values()
+    digest = first.digest
+    del first
+    Problem(0, block_mask=second).forward()
+    assert list(pattern_memory._uploaded[digest].values()) == [lists]
+    del second
+    assert pattern_memory._uploaded == {}
