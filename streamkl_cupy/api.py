@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -207,21 +208,21 @@ def attention_kl(
             dense_teacher_lse=dense_teacher_lse,
         )
     inputs = calls.view_inputs(*given)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
     ready = calls.prepare(inputs, chosen, masks)
-    if row_weight is not None:
-        validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
-    if dense_teacher_lse is not None:
-        _check_dense(dense_teacher_lse, inputs, ready)
+    weight = None if row_weight is None else validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
+    if inputs.student_q.framework not in arrays.OWN:
+        _check_no_gradient_wanted(inputs, (*given, row_weight))
+    dense = None if dense_teacher_lse is None else _dense_rows(dense_teacher_lse, inputs, ready)
     stats = calls.forward(inputs, ready, masks)
     kl, teacher_lse, student_lse = (view.array for view in stats)
-    if row_weight is not None or reduction != "none":
+    if weight is not None or reduction != "none":
         with arrays.on_device(inputs.student_q):
-            kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, row_weight, reduction)
+            kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, weight, reduction)
     if not return_lse:
-        return kl
-    rows = KLForward(kl, teacher_lse, student_lse)
-    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
+        return arrays.given_back(inputs.student_q, student_q, kl)
+    rows = _with_mass(inputs, KLForward(kl, teacher_lse, student_lse), dense)
+    return arrays.given_back(inputs.student_q, student_q, rows)
 
 
 @_documented
@@ -277,10 +278,9 @@ def attention_kl_forward(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
     ready = calls.prepare(inputs, chosen, masks)
-    if dense_teacher_lse is not None:
-        _check_dense(dense_teacher_lse, inputs, ready)
+    dense = None if dense_teacher_lse is None else _dense_rows(dense_teacher_lse, inputs, ready)
     if inputs.student_q.framework == "jax":
         return _jax().attention_kl_forward(  # type: ignore[no-any-return]
             teacher_q,
@@ -295,8 +295,8 @@ def attention_kl_forward(
             dense_teacher_lse=dense_teacher_lse,
         )
     kl, teacher_lse, student_lse = calls.forward(inputs, ready, masks)
-    rows = KLForward(kl.array, teacher_lse.array, student_lse.array)
-    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
+    rows = _with_mass(inputs, KLForward(kl.array, teacher_lse.array, student_lse.array), dense)
+    return arrays.given_back(inputs.student_q, student_q, rows)
 
 
 @_documented
@@ -376,7 +376,7 @@ def attention_kl_backward(
         describe("student_lse", student_lse),
         None if kl is None else describe("kl", kl),
     )
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
     ready = calls.prepare(inputs, chosen, masks)
     for view in saved:
         if view is not None:
@@ -399,7 +399,8 @@ def attention_kl_backward(
             cu_seqlens_k=cu_seqlens_k,
             key_mask=key_mask,
         )
-    return KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
+    grads = KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
+    return arrays.given_back(inputs.student_q, student_q, grads)
 
 
 @_documented
@@ -465,11 +466,11 @@ def attention_kl_value_and_grad(
             "call attention_kl_forward and attention_kl_backward"
         )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
     ready = calls.prepare(inputs, chosen, masks)
     validate.gradients_built(ready.problem, wrt)
     if row_weight is not None:
-        validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
+        row_weight = validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
     if inputs.student_q.framework == "jax":
         return _jax().attention_kl_value_and_grad(  # type: ignore[no-any-return]
             teacher_q,
@@ -493,7 +494,9 @@ def attention_kl_value_and_grad(
         value = reduce.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
         grad = reduce.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
     saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
-    return value, KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
+    grads = KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
+    give = functools.partial(arrays.given_back, inputs.student_q, student_q)
+    return give(value), give(grads)
 
 
 @_documented
@@ -633,14 +636,24 @@ def backward_into(
     )
 
 
-def _check_dense(dense: Any, inputs: Inputs, ready: calls.Ready) -> None:
+def _check_no_gradient_wanted(inputs: Inputs, given: tuple[Any, ...]) -> None:
+    guests = importlib.import_module(".guests", __package__)
+    names = (*INPUT_NAMES, "row_weight")
+    guests.check_no_gradient_wanted(
+        inputs.student_q.framework, [(name, x) for name, x in zip(names, given, strict=True) if x is not None]
+    )
+
+
+def _dense_rows(dense: Any, inputs: Inputs, ready: calls.Ready) -> Any:
+    """The dense log-sum-exps, checked, as the rows' library takes them."""
     view = describe("dense_teacher_lse", dense)
     validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
+    return dense.detach() if inputs.student_q.framework == "torch" else view.array
 
 
-def _with_mass(inputs: Inputs, rows: KLForward, dense: Any) -> KLForwardMass:
-    if hasattr(dense, "detach"):
-        dense = dense.detach()
+def _with_mass(inputs: Inputs, rows: KLForward, dense: Any) -> KLForward | KLForwardMass:
+    if dense is None:
+        return rows
     with arrays.on_device(inputs.student_q):
         return KLForwardMass(*rows, reduce.teacher_mass(_namespace(inputs), rows.teacher_lse, dense))
 

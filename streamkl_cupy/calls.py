@@ -144,7 +144,7 @@ def forward(inputs: Inputs, ready: Ready, masks: MaskArrays | None = None) -> Ro
     like = inputs.student_q
     outputs = arrays.empty_rows(like, ready.row_shape, ready.stat_dtype)
     launch_forward(inputs, ready, outputs, masks)
-    if like.framework == "dlpack":
+    if like.framework not in arrays.OWN:
         arrays.hold((*inputs, *(masks or ())))
     return outputs
 

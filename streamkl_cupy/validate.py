@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import arrays
-from .adapters import a_kind_of
+from .adapters import a_kind_of, dtype_label, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
 from .planning import MAX_DIM, MAX_TEACHER_DIM
 from .problem import (
@@ -126,10 +126,31 @@ def one_framework(found: dict[str, str]) -> str:
     for name, other in rest:
         if other != framework:
             raise TypeError(
-                f"{first} is a {framework} array, but {name} is a {other} array; all arrays of a call come from one "
-                f"framework, because no copy is made behind your back. Convert {name} first"
+                f"{first} is {with_article(framework)} array, but {name} is {with_article(other)} array; all arrays of "
+                f"a call come from one framework, because no copy is made behind your back. Convert one of them, for "
+                f"example {conversion(name, other, framework)}"
             )
     return framework
+
+
+def conversion(name: str, framework: str, target: str) -> str:
+    """An expression that makes the array of a name, which is `framework`'s, one of `target`'s."""
+    if target == "numpy" and framework in _TO_NUMPY:
+        return _TO_NUMPY[framework].format(name=name)
+    if target == "torch" and framework in ("numpy", "cupy"):
+        return f"torch.as_tensor({name}, device=student_q.device)"
+    return _CONVERSIONS.get(target, f"{target}'s from_dlpack({{name}})").format(name=name)
+
+
+_TO_NUMPY = {"cupy": "cupy.asnumpy({name})", "torch": "{name}.numpy(force=True)"}
+_CONVERSIONS = {
+    "numpy": "np.asarray({name})",
+    "cupy": "cupy.asarray({name})",
+    "torch": "torch.from_dlpack({name})",
+    "jax": "jax.numpy.asarray({name})",
+    "tensorflow": "tf.convert_to_tensor({name})",
+    "paddle": "paddle.to_tensor({name})",
+}
 
 
 def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Problem:
@@ -321,8 +342,8 @@ def mask_values(problem: Problem, values: dict[str, NDArray[Any]]) -> None:
 
 def same_place(first: ArrayView, view: ArrayView) -> None:
     """One framework and one device for all arrays of a call."""
-    if view.framework != first.framework and arrays.native(view) != arrays.native(first):
-        one_framework({first.name: arrays.native(first), view.name: arrays.native(view)})
+    if view.framework != first.framework:
+        one_framework({first.name: first.framework, view.name: view.framework})
     if view.device is not first.device and view.device != first.device:
         raise ValueError(
             f"{first.name} is on {first.device}, but {view.name} is on {view.device}; all arrays of a call live on one "
@@ -346,13 +367,14 @@ def weight_framework(weight: Any) -> str:
     return arrays.framework_of("row_weight", weight)
 
 
-def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> None:
-    """Check weights: an array of real numbers of the inputs' framework that broadcasts to the rows."""
-    one_framework({like.name: arrays.native(like), "row_weight": weight_framework(weight)})
+def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> Any:
+    """Weights as the rows' library takes them: real numbers of the inputs' framework that broadcast to the rows."""
+    one_framework({like.name: like.framework, "row_weight": weight_framework(weight)})
+    weight = arrays.computable(like._replace(name="row_weight"), weight)
     here, there = getattr(like.array, "device", None), getattr(weight, "device", None)
     if here != there:
         raise ValueError(f"{like.name} is on {here}, but row_weight is on {there}; move row_weight first")
-    label = str(weight.dtype).removeprefix("torch.")
+    label = dtype_label(weight.dtype)
     if not label.startswith(("float", "bfloat", "int", "uint", "bool")):
         raise TypeError(f"row_weight has dtype {label}; allowed are real numbers and bool")
     shape = tuple(weight.shape)
@@ -362,6 +384,7 @@ def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> None
         fits = False
     if not fits:
         raise ValueError(f"row_weight: shape {shape} does not broadcast to the rows {row_shape}")
+    return weight
 
 
 def _check_side(
