@@ -5,14 +5,34 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import arrays, calls, planning, reduce, validate
 from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved, describe
 from .problem import INPUT_NAMES, STUDENT, Options
+from .signatures import answered
+from .typed import A, KLForward, KLForwardMass, KLGradients, Layout, Precision, Reduction
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from . import typed
     from .patterns import BlockPattern
+    from .typed import AnyPlan, Given, Rows, Wrt
+
+__all__ = [
+    "KLForward",
+    "KLForwardMass",
+    "KLGradients",
+    "attention_kl",
+    "attention_kl_backward",
+    "attention_kl_forward",
+    "attention_kl_value_and_grad",
+    "backward_into",
+    "forward_into",
+    "plan",
+    "warmup",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -64,32 +84,82 @@ def _documented(function: _F) -> _F:
     return function
 
 
-class KLForward(NamedTuple):
-    """Row results: `kl` in nats, and the natural log-sum-exps of both logit rows, (B, H, M), float32 or float64."""
-
-    kl: Any
-    teacher_lse: Any
-    student_lse: Any
-
-
-class KLForwardMass(NamedTuple):
-    """`KLForward`, and how much of the teacher's dense distribution lies on the keys that the row sees, 0 to 1."""
-
-    kl: Any
-    teacher_lse: Any
-    student_lse: Any
-    teacher_mass: Any
-
-
-class KLGradients(NamedTuple):
-    """Gradients in shape, dtype and framework of their inputs, compact; None for what was not asked."""
-
-    teacher_q: Any = None
-    teacher_k: Any = None
-    student_q: Any = None
-    student_k: Any = None
-
-
+@overload
+def attention_kl(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[typed.LossOptions],
+) -> Rows: ...
+@overload
+def attention_kl(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: None = None,
+    **options: Unpack[typed.LossOptions],
+) -> KLForward[Rows]: ...
+@overload
+def attention_kl(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: Given,
+    **options: Unpack[typed.LossOptions],
+) -> KLForwardMass[Rows]: ...
+@overload
+def attention_kl(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[typed.LossOptions],
+) -> A: ...
+@overload
+def attention_kl(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: None = None,
+    **options: Unpack[typed.LossOptions],
+) -> KLForward[A]: ...
+@overload
+def attention_kl(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: A,
+    **options: Unpack[typed.LossOptions],
+) -> KLForwardMass[A]: ...
+@overload
+def attention_kl(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    return_lse: bool,
+    dense_teacher_lse: Any = None,
+    **options: Unpack[typed.LossOptions],
+) -> Any: ...
+@answered()
 @_documented
 def attention_kl(
     teacher_q: Any,
@@ -108,9 +178,9 @@ def attention_kl(
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
     row_weight: Any = None,
-    reduction: str = "none",
-    layout: str = "bhnd",
-    precision: str = "highest",
+    reduction: Reduction = "none",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     return_lse: bool = False,
     dense_teacher_lse: Any = None,
     deterministic: bool | None = None,
@@ -122,10 +192,10 @@ def attention_kl(
         P = softmax(teacher_scale q_t k_t^T)    Q = softmax(student_scale q_s k_s^T)
         KL = sum_j P_j (log P_j - log Q_j)
 
-    <SOURCE> Differentiable to first order where the arrays are torch's (autograd, torch.func, torch.compile) or JAX's
-    (grad, jit, vmap, shard_map). A row that sees no key has KL 0, log-sum-exps -inf and zero gradients; NaN or Inf that
-    a row sees makes its KL NaN. CUDA arrays are computed on their GPU, on the caller's current stream; CPU arrays in
-    NumPy.
+    <SOURCE>
+    Differentiable to first order where the arrays are torch's (autograd, torch.func, torch.compile) or JAX's (grad,
+    jit, vmap, shard_map). A row that sees no key has KL 0, log-sum-exps -inf and zero gradients; NaN or Inf that a row
+    sees makes its KL NaN. CUDA arrays are computed on their GPU, on the caller's current stream; CPU arrays in NumPy.
 
     Args:
         <INPUTS>
@@ -158,7 +228,8 @@ def attention_kl(
         # and parameters live in modules of their own, so all ancestors are asked.
         from .torch import attention_kl as differentiable
 
-        return differentiable(
+        # Without the check of keywords that this call has passed already.
+        return differentiable.__wrapped__(  # type: ignore[attr-defined]
             teacher_q,
             teacher_k,
             student_q,
@@ -192,7 +263,7 @@ def attention_kl(
     if row_weight is not None or arrays.framework_of("student_q", student_q) == "jax":
         found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, given, strict=True)}
         if row_weight is not None:
-            found["row_weight"] = validate.weight_framework(row_weight)
+            found["row_weight"] = validate.weight_framework(row_weight, found["student_q"])
         validate.one_framework(found)
     if arrays.framework_of("student_q", student_q) == "jax":
         return _jax().attention_kl(
@@ -225,6 +296,47 @@ def attention_kl(
     return arrays.given_back(inputs.student_q, student_q, rows)
 
 
+@overload
+def attention_kl_forward(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    dense_teacher_lse: None = None,
+    **options: Unpack[typed.Options],
+) -> KLForward[Rows]: ...
+@overload
+def attention_kl_forward(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    dense_teacher_lse: Given,
+    **options: Unpack[typed.Options],
+) -> KLForwardMass[Rows]: ...
+@overload
+def attention_kl_forward(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    dense_teacher_lse: None = None,
+    **options: Unpack[typed.Options],
+) -> KLForward[A]: ...
+@overload
+def attention_kl_forward(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    dense_teacher_lse: A,
+    **options: Unpack[typed.Options],
+) -> KLForwardMass[A]: ...
+@answered()
 @_documented
 def attention_kl_forward(
     teacher_q: Any,
@@ -242,15 +354,16 @@ def attention_kl_forward(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     dense_teacher_lse: Any = None,
     deterministic: bool | None = None,
-) -> KLForward | KLForwardMass:
+) -> KLForward[Any] | KLForwardMass[Any]:
     """Row values and log-sum-exps, outside every autograd: the first half of a hand-written gradient.
 
     KL = sum_j P_j (log P_j - log Q_j) and LSE = log sum_j exp(logit_j), natural logarithms; see `attention_kl`.
-    <SOURCE> Pure: inputs that require gradients are read as they are, and results are detached.
+    <SOURCE>
+    Pure: inputs that require gradients are read as they are, and results are detached.
 
     Args:
         <INPUTS>
@@ -299,18 +412,19 @@ def attention_kl_forward(
     return arrays.given_back(inputs.student_q, student_q, rows)
 
 
+@answered()
 @_documented
 def attention_kl_backward(
     grad: Any,
-    teacher_q: Any,
-    teacher_k: Any,
-    student_q: Any,
-    student_k: Any,
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
     teacher_lse: Any,
     student_lse: Any,
     kl: Any = None,
     *,
-    wrt: tuple[str, ...] = STUDENT,
+    wrt: Wrt = STUDENT,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
     causal: bool = False,
@@ -321,10 +435,10 @@ def attention_kl_backward(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     deterministic: bool | None = None,
-) -> KLGradients:
+) -> KLGradients[A]:
     """Gradients from the saved log-sum-exps, outside every autograd: the second half.
 
     With g = grad of the row,
@@ -332,7 +446,8 @@ def attention_kl_backward(
         dS = g (Q - P)                               dq_s = student_scale dS k_s      dk_s = student_scale dS^T q_s
         dT = g P ((log P - log Q) - KL)              dq_t = teacher_scale dT k_t      dk_t = teacher_scale dT^T q_t
 
-    <SOURCE> Pure: it may be called again with the same saved values. Key gradients are summed over the query heads that
+    <SOURCE>
+    Pure: it may be called again with the same saved values. Key gradients are summed over the query heads that
     read the key.
 
     Args:
@@ -403,6 +518,31 @@ def attention_kl_backward(
     return arrays.given_back(inputs.student_q, student_q, grads)
 
 
+@overload
+def attention_kl_value_and_grad(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    row_weight: Any = None,
+    reduction: Literal["sum", "mean"] = "mean",
+    wrt: Wrt = STUDENT,
+    **options: Unpack[typed.Options],
+) -> tuple[Rows, KLGradients[Given]]: ...
+@overload
+def attention_kl_value_and_grad(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    row_weight: Any = None,
+    reduction: Literal["sum", "mean"] = "mean",
+    wrt: Wrt = STUDENT,
+    **options: Unpack[typed.Options],
+) -> tuple[A, KLGradients[A]]: ...
+@answered()
 @_documented
 def attention_kl_value_and_grad(
     teacher_q: Any,
@@ -421,16 +561,17 @@ def attention_kl_value_and_grad(
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
     row_weight: Any = None,
-    reduction: str = "mean",
-    wrt: tuple[str, ...] = STUDENT,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    reduction: Reduction = "mean",
+    wrt: Wrt = STUDENT,
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     deterministic: bool | None = None,
-) -> tuple[Any, KLGradients]:
+) -> tuple[Any, KLGradients[Any]]:
     """A loss over all rows and its gradients, outside every autograd: one training step in one call.
 
     loss = sum(w KL) or sum(w KL) / sum(w), and its derivatives by the inputs named in `wrt`; see `attention_kl` and
-    `attention_kl_backward`. <SOURCE>
+    `attention_kl_backward`.
+    <SOURCE>
 
     Args:
         <INPUTS>
@@ -499,6 +640,7 @@ def attention_kl_value_and_grad(
     return give(value), give(grads)
 
 
+@answered()
 @_documented
 def plan(
     teacher_q: Any,
@@ -516,16 +658,17 @@ def plan(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     deterministic: bool | None = None,
-    wrt: tuple[str, ...] = STUDENT,
+    wrt: Wrt = STUDENT,
     arch: str | None = None,
-) -> Any:
+) -> AnyPlan:
     """What a call with these arguments would run: kernels, tiles, shared memory, grid. Prints itself; launches nothing.
 
-    <SOURCE> The plan says how that pass is cut into blocks and tiles. In place of arrays it takes anything with a shape
-    and a dtype, as a compact array on the current GPU, or on the CPU where there is no usable GPU.
+    <SOURCE>
+    The plan says how that pass is cut into blocks and tiles. In place of arrays it takes anything with a shape and a
+    dtype, as a compact array on the current GPU, or on the CPU where there is no usable GPU.
 
     Args:
         <INPUTS>
@@ -556,10 +699,11 @@ def plan(
     problem = validate.to_problem(inputs, chosen, masks)
     validate.gradients_built(problem, wrt)
     if arch is None:
-        return calls.runner_for(problem).plan
+        return calls.runner_for(problem).plan  # type: ignore[no-any-return]
     return planning.make_plan(problem, planning.facts_for_arch(arch))
 
 
+@answered()
 @_documented
 def warmup(
     teacher_q: Any,
@@ -577,16 +721,17 @@ def warmup(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     deterministic: bool | None = None,
-    wrt: tuple[str, ...] = STUDENT,
+    wrt: Wrt = STUDENT,
 ) -> None:
     """Compile, load and configure all that a call with these arguments needs, and launch nothing.
 
     Call it before capturing a CUDA graph or timing a loop: neither may contain a compilation. Compiled kernels are also
     kept on disk, so a second process starts faster. In place of arrays it takes anything with a shape and a dtype, as a
-    compact array on the current GPU, or on the CPU, where there is nothing to do. <SOURCE>
+    compact array on the current GPU, or on the CPU, where there is nothing to do.
+    <SOURCE>
 
     Args:
         <INPUTS>
@@ -651,7 +796,7 @@ def _dense_rows(dense: Any, inputs: Inputs, ready: calls.Ready) -> Any:
     return dense.detach() if inputs.student_q.framework == "torch" else view.array
 
 
-def _with_mass(inputs: Inputs, rows: KLForward, dense: Any) -> KLForward | KLForwardMass:
+def _with_mass(inputs: Inputs, rows: KLForward[Any], dense: Any) -> KLForward[Any] | KLForwardMass[Any]:
     if dense is None:
         return rows
     with arrays.on_device(inputs.student_q):

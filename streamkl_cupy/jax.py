@@ -22,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import api, arrays, calls, reduce, validate
 from .adapters import a_kind_of
 from .problem import INPUT_NAMES, MASK_ARRAYS, STUDENT, Device, Options, Problem, compact_strides
+from .signatures import answered
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -33,6 +34,10 @@ TESTED_JAX = "0.8 to 0.11"
 _NO_SECOND_ORDER = (
     "streamkl_cupy.attention_kl has first-order gradients only: its backward cannot be differentiated again. "
     "Use a dense attention KL where second-order terms are needed."
+)
+_NO_FORWARD_MODE = (
+    "streamkl_cupy.attention_kl has reverse-mode gradients only: it cannot propagate a forward-mode tangent (jax.jvp, "
+    "jacfwd, linearize, hessian). Use jax.grad, vjp or jacrev."
 )
 
 
@@ -48,6 +53,7 @@ class _Config(NamedTuple):
     platform: str
 
 
+@answered()
 def attention_kl(
     teacher_q: jax.Array,
     teacher_k: jax.Array,
@@ -101,7 +107,12 @@ def attention_kl(
         raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
     config = _Config(options, _platform(inputs[0]))
     masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    rows = _attention_kl(inputs, masks, row_weight, config=config, reduction=reduction)
+    try:
+        rows = _attention_kl(inputs, masks, row_weight, config=config, reduction=reduction)
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise TypeError(_NO_FORWARD_MODE) from error
     return _with_mass(rows, dense_teacher_lse) if return_lse else rows.kl
 
 
@@ -543,7 +554,7 @@ def _is_one_axis(extents: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def _inputs(*inputs: Any) -> tuple[jax.Array, ...]:
     for name, x in zip(INPUT_NAMES, inputs):
         if not isinstance(x, jax.Array):
-            raise TypeError(f"{name} is {a_kind_of(x)}; allowed here are JAX arrays (jnp.asarray makes one)")
+            raise validate.not_of("jax", name, x)
         if not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")
     return inputs

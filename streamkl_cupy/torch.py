@@ -21,6 +21,7 @@ from . import api, arrays, calls, reduce, validate
 from .adapters import a_kind_of
 from .arrays import RowStats, Saved
 from .problem import INPUT_NAMES, MASK_ARRAYS, Options
+from .signatures import answered
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -45,6 +46,7 @@ _NO_FORWARD_MODE = (
 )
 
 
+@answered()
 def attention_kl(
     teacher_q: Tensor,
     teacher_k: Tensor,
@@ -92,9 +94,7 @@ def attention_kl(
     inputs = (teacher_q, teacher_k, student_q, student_k)
     for name, x in zip(INPUT_NAMES, inputs):
         if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name} is {a_kind_of(x)}; allowed here are torch tensors (torch.from_dlpack makes one without a copy)"
-            )
+            raise validate.not_of("torch", name, x)
     if reduction != "none":
         validate.choice("reduction", reduction, validate.REDUCTIONS)
     options = validate.options(
@@ -141,7 +141,10 @@ def _check_dense(dense: Any, rows: Tensor) -> None:
 def _check_weight(weight: Any, rows: Tensor) -> None:
     """`validate.row_weight` in words that torch.compile can trace."""
     if not isinstance(weight, Tensor) or weight.is_complex():
-        raise TypeError(f"row_weight is {a_kind_of(weight)}; allowed is a torch tensor of real numbers or bool")
+        raise TypeError(
+            f"row_weight is {a_kind_of(weight)}; allowed is a torch tensor of real numbers or bool, such as "
+            f"torch.as_tensor(row_weight, device=student_q.device)"
+        )
     if weight.device != rows.device:
         raise ValueError(f"row_weight is on {weight.device}, but the inputs are on {rows.device}; move it first")
     shape, full = tuple(weight.shape), tuple(rows.shape)

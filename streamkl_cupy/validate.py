@@ -32,6 +32,7 @@ from .problem import (
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
+    from .typed import InputName
 
 LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
 PRECISIONS = ("highest", "high")
@@ -89,7 +90,7 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; allowed are {_listed(allowed)}")
 
 
-def wanted(wrt: Any, has_kl: bool = True) -> tuple[str, ...]:
+def wanted(wrt: Any, has_kl: bool = True) -> tuple[InputName, ...]:
     """The names of `wrt`, checked."""
     if isinstance(wrt, str):
         raise TypeError(f"wrt={wrt!r} is a string; write it as a tuple: wrt=({wrt!r},)")
@@ -125,12 +126,28 @@ def one_framework(found: dict[str, str]) -> str:
     (first, framework), *rest = found.items()
     for name, other in rest:
         if other != framework:
+            # Towards the framework that has gradients, or a GPU.
+            ranks = {"numpy": 0, "cupy": 2, "torch": 3, "jax": 3}
+            if ranks.get(other, 1) > ranks.get(framework, 1):
+                way = conversion(first, framework, other)
+            else:
+                way = conversion(name, other, framework)
             raise TypeError(
                 f"{first} is {with_article(framework)} array, but {name} is {with_article(other)} array; all arrays of "
-                f"a call come from one framework, because no copy is made behind your back. Convert one of them, for "
-                f"example {conversion(name, other, framework)}"
+                f"a call come from one framework, because no copy is made behind your back. Convert one of them: {way}"
             )
     return framework
+
+
+def not_of(framework: str, name: str, x: Any) -> TypeError:
+    """The error about an input that is not of the framework of student_q, for those who know it before they read."""
+    if x is None:
+        return TypeError(f"{name} is None, not an array; it is needed in every call")
+    other = "dlpack" if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray) else "numpy"
+    return TypeError(
+        f"{name} is {a_kind_of(x)}; allowed here are {framework} arrays, as all arrays of a call come from one "
+        f"framework. Make one: {conversion(name, other, framework)}"
+    )
 
 
 def conversion(name: str, framework: str, target: str) -> str:
@@ -360,16 +377,19 @@ def row_array(view: ArrayView, row_shape: tuple[int, ...], dtype: str, like: Arr
     same_place(like, view)
 
 
-def weight_framework(weight: Any) -> str:
-    """The framework of weights, which must be an array."""
+def weight_framework(weight: Any, framework: str) -> str:
+    """The framework of weights, which must be an array; `framework` is that of the inputs."""
     if not hasattr(weight, "shape") or isinstance(weight, np.generic):
-        raise TypeError(f"row_weight is {a_kind_of(weight)}; pass an array of the inputs' framework, such as ones")
+        raise TypeError(
+            f"row_weight is {a_kind_of(weight)}; pass an array of the inputs' framework, that broadcasts to the rows: "
+            f"{conversion('row_weight', 'numpy', framework)}"
+        )
     return arrays.framework_of("row_weight", weight)
 
 
 def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> Any:
     """Weights as the rows' library takes them: real numbers of the inputs' framework that broadcast to the rows."""
-    one_framework({like.name: like.framework, "row_weight": weight_framework(weight)})
+    one_framework({like.name: like.framework, "row_weight": weight_framework(weight, like.framework)})
     weight = arrays.computable(like._replace(name="row_weight"), weight)
     here, there = getattr(like.array, "device", None), getattr(weight, "device", None)
     if here != there:
@@ -445,8 +465,15 @@ def _operand(view: ArrayView, extents: tuple[int, int, int, int], layout: str) -
 
 def _scale(name: str, value: Any) -> float:
     if type(value) is not float:
-        if isinstance(value, (bool, np.bool_, str, bytes)) or getattr(value, "shape", ()) != ():
-            raise TypeError(f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes")
+        if isinstance(value, (str, bytes)):
+            raise TypeError(
+                f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes: float({name})"
+            )
+        if isinstance(value, (bool, np.bool_, list, tuple)) or getattr(value, "shape", ()) != ():
+            raise TypeError(
+                f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes. Factors that differ "
+                f"between heads or rows belong into the queries: multiply these by them"
+            )
         if getattr(value, "requires_grad", False):
             raise TypeError(
                 f"{name} requires a gradient, but scales are constants; pass float({name}), and scale the queries "
