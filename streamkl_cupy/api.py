@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import arrays, calls, planning, reduce, validate
-from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved, describe
+from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
 from .problem import INPUT_NAMES, STUDENT, Options
 from .signatures import answered
 from .typed import A, KLForward, KLForwardMass, KLGradients, Layout, Precision, Reduction
@@ -71,9 +71,10 @@ _TEXT = {
         ValueError: shapes or devices that do not fit together, or an unknown option.
         NotImplementedError: a combination that is not built; the message lists what is.
         StreamKLError: no usable driver, a failed compilation, or a first compilation under graph capture.""",
-    "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys. The result then has a
-            fourth field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the
-            row sees, 0 where it sees none.""",
+    "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys, a natural logarithm
+            (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a fourth
+            field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the row
+            sees, 0 where it sees none. A mass above 1 raises on the CPU; on a GPU values are not looked at.""",
     "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
 }
 
@@ -292,7 +293,7 @@ def attention_kl(
             kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, weight, reduction)
     if not return_lse:
         return arrays.given_back(inputs.student_q, student_q, kl)
-    rows = _with_mass(inputs, KLForward(kl, teacher_lse, student_lse), dense)
+    rows = _with_mass(inputs, KLForward(kl, teacher_lse, student_lse), stats, dense)
     return arrays.given_back(inputs.student_q, student_q, rows)
 
 
@@ -407,8 +408,8 @@ def attention_kl_forward(
             key_mask=key_mask,
             dense_teacher_lse=dense_teacher_lse,
         )
-    kl, teacher_lse, student_lse = calls.forward(inputs, ready, masks)
-    rows = _with_mass(inputs, KLForward(kl.array, teacher_lse.array, student_lse.array), dense)
+    stats = calls.forward(inputs, ready, masks)
+    rows = _with_mass(inputs, KLForward(*(view.array for view in stats)), stats, dense)
     return arrays.given_back(inputs.student_q, student_q, rows)
 
 
@@ -789,16 +790,20 @@ def _check_no_gradient_wanted(inputs: Inputs, given: tuple[Any, ...]) -> None:
     )
 
 
-def _dense_rows(dense: Any, inputs: Inputs, ready: calls.Ready) -> Any:
-    """The dense log-sum-exps, checked, as the rows' library takes them."""
-    view = describe("dense_teacher_lse", dense)
+def _dense_rows(dense: Any, inputs: Inputs, ready: calls.Ready) -> ArrayView:
+    view = describe("dense_teacher_lse", dense.detach() if hasattr(dense, "detach") else dense)
     validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
-    return dense.detach() if inputs.student_q.framework == "torch" else view.array
+    return view
 
 
-def _with_mass(inputs: Inputs, rows: KLForward[Any], dense: Any) -> KLForward[Any] | KLForwardMass[Any]:
-    if dense is None:
+def _with_mass(
+    inputs: Inputs, rows: KLForward[Any], stats: RowStats, dense_view: ArrayView | None
+) -> KLForward[Any] | KLForwardMass[Any]:
+    if dense_view is None:
         return rows
+    dense = dense_view.array
+    if dense_view.device.kind == "cpu":
+        validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense_view))
     with arrays.on_device(inputs.student_q):
         return KLForwardMass(*rows, reduce.teacher_mass(_namespace(inputs), rows.teacher_lse, dense))
 

@@ -6,7 +6,7 @@ import importlib
 import threading
 from typing import Any, NamedTuple
 
-from . import arrays, validate
+from . import arrays, hints, validate
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
 from .problem import INPUT_NAMES, MASK_ARRAYS, Device, Options, Problem
 
@@ -39,6 +39,7 @@ def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) ->
     ready = _ready.get(key)
     if ready is None:
         problem = validate.to_problem(inputs, chosen, masks)
+        hints.look(inputs, chosen, problem)
         runner = runner_for(problem)
         ready = Ready(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
         _remember(_ready, key, ready)

@@ -581,6 +581,9 @@ def _with_mass(rows: api.KLForward, dense: Any) -> api.KLForward | api.KLForward
             f"dense_teacher_lse is {a_kind_of(dense)} of shape {getattr(dense, 'shape', ())}; allowed is a JAX array "
             f"of one value per query row, {rows.teacher_lse.shape}"
         )
+    traced = any(isinstance(x, jax.core.Tracer) for x in (dense, rows.teacher_lse))
+    if not traced and _platform(dense) == "cpu":
+        validate.dense_lse(np.asarray(rows.teacher_lse), np.asarray(dense))
     return api.KLForwardMass(*rows, reduce.teacher_mass(jnp, rows.teacher_lse, jax.lax.stop_gradient(dense)))
 
 

@@ -120,7 +120,10 @@ def attention_kl(
     if not return_lse:
         raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
     _check_dense(dense_teacher_lse, teacher_lse)
-    mass = reduce.teacher_mass(torch, teacher_lse, dense_teacher_lse.detach())
+    dense = dense_teacher_lse.detach()
+    if teacher_lse.device.type == "cpu" and _plain((teacher_lse, dense)):
+        validate.dense_lse(teacher_lse.numpy(), dense.numpy(force=True))
+    mass = reduce.teacher_mass(torch, teacher_lse, dense)
     return api.KLForwardMass(value, teacher_lse, student_lse, mass)
 
 

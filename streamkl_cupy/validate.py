@@ -377,6 +377,20 @@ def row_array(view: ArrayView, row_shape: tuple[int, ...], dtype: str, like: Arr
     same_place(like, view)
 
 
+def dense_lse(lse: NDArray[Any], dense: NDArray[Any]) -> None:
+    """Check, where values can be read, that no row sees more of the teacher than there is of it."""
+    # Rounding is relative to what the logits are made of, which both hold; a wrong base or scale is off by far more.
+    slack = np.where(np.isfinite(dense), 1e-2 * (1 + np.abs(dense)), 0)
+    above = lse > dense + slack
+    if above.any():
+        at = tuple(int(i) for i in np.unravel_index(np.argmax(above), above.shape))
+        raise ValueError(
+            f"dense_teacher_lse{list(at)} is {dense[at]:.6g}, but the keys that the row sees have {lse[at]:.6g} "
+            f"already, so its teacher_mass would be above 1. Pass teacher_lse of the same call without masks; it is a "
+            f"natural logarithm: multiply one in base 2 by log(2)"
+        )
+
+
 def weight_framework(weight: Any, framework: str) -> str:
     """The framework of weights, which must be an array; `framework` is that of the inputs."""
     if not hasattr(weight, "shape") or isinstance(weight, np.generic):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import inspect
 import threading
@@ -226,6 +227,51 @@ def test_teacher_mass_of_rows_that_see_nothing_anyway(backend: Any) -> None:
     mass = backend.numpy(rows.teacher_mass)[0, 0]
     assert (mass[:3] == 0).all()
     assert ((mass[3:] > 0) & (mass[3:] < 1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("function", ["attention_kl", "attention_kl_forward"])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "torch with gradients", "jax"])
+def test_dense_log_sum_exps_that_cannot_be(framework: str, function: str, rng: np.random.Generator) -> None:
+    """Where values can be read, a mass above 1 shows a wrong base, or the rows of another call."""
+    x = [to_framework(framework.partition(" ")[0], rng.standard_normal((2, 7, 8)).astype("f")) for _ in INPUT_NAMES]
+    if framework == "torch with gradients":
+        x[2].requires_grad_()
+    options: dict[str, Any] = {} if function == "attention_kl_forward" else {"return_lse": True}
+    call = functools.partial(getattr(streamkl_cupy, function), *x, causal=True, **options)
+    dense = streamkl_cupy.attention_kl_forward(*x).teacher_lse
+    mass = to_numpy(call(dense_teacher_lse=dense).teacher_mass)
+    assert (mass[:, -1] > 1 - 1e-5).all()
+    for far in (dense - 3, dense * 0 - np.inf):
+        with pytest.raises(
+            ValueError, match=r"dense_teacher_lse\[0, \d\] is .*above 1\. .*multiply one in base 2 by log\(2\)"
+        ):
+            call(dense_teacher_lse=far)
+    # The scale of these keeps all log-sum-exps below 0, where one in base 2 is too small.
+    cold = [100 * x[0], -abs(x[1]), *x[2:]]
+    cold[0] = abs(cold[0])
+    low = streamkl_cupy.attention_kl_forward(*cold).teacher_lse
+    assert (to_numpy(low) < 0).all()
+    with pytest.raises(ValueError, match="dense_teacher_lse"):
+        getattr(streamkl_cupy, function)(*cold, dense_teacher_lse=low / 0.6931472, **options)
+    # NaN and rows without keys say nothing, and nothing is looked at in between.
+    call(dense_teacher_lse=dense * np.nan)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own making, and different in every release
+def test_dense_log_sum_exps_while_tracing(rng: np.random.Generator) -> None:
+    values = [rng.standard_normal((2, 7, 8)).astype("f") for _ in INPUT_NAMES]
+    low = np.full((2, 7), -50, "f")
+
+    def mass(*x: Any) -> Any:
+        return streamkl_cupy.attention_kl(*x[:4], return_lse=True, dense_teacher_lse=x[4]).teacher_mass
+
+    torch = pytest.importorskip("torch")
+    given = [torch.from_numpy(x) for x in (*values, low)]
+    assert (torch.compile(mass, backend="aot_eager", fullgraph=True)(*given) > 1).all()
+    assert (torch.vmap(mass)(*given) > 1).all()
+    jax = pytest.importorskip("jax")
+    assert (jax.jit(mass)(*values, low) > 1).all()
+    assert (jax.vmap(mass)(*map(jax.numpy.asarray, (*values, low))) > 1).all()
 
 
 def test_zero_weight_still_has_a_derivative() -> None:
