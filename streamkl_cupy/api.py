@@ -66,15 +66,18 @@ _TEXT = {
             bits of mantissa. Other dtypes are exact already.
         deterministic: True asks for bit-equal results from run to run; None is the fastest path.""",
     "WRT": """wrt: Names of the inputs to differentiate by, a tuple such as ("student_q", "student_k").""",
-    "WEIGHT": """row_weight: Weight w of each row, an array that broadcasts to the rows. Default 1 everywhere.""",
+    "WEIGHT": """row_weight: Weight w of each row, an array that broadcasts to the rows. Default 1 everywhere. Weight 0
+            keeps a row of NaN out of the value, not out of the gradients, as 0 x NaN is NaN: NaN in padded query rows
+            reaches their own query gradients and all key gradients of their heads. Pack such sequences with
+            cu_seqlens_q and cu_seqlens_k, or slice the padding away.""",
     "ERRORS": """TypeError: wrong kind of array or dtype, or arrays of several frameworks.
         ValueError: shapes or devices that do not fit together, or an unknown option.
         NotImplementedError: a combination that is not built; the message lists what is.
         StreamKLError: no usable driver, a failed compilation, or a first compilation under graph capture.""",
     "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys, a natural logarithm
-            (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a fourth
-            field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the row
-            sees, 0 where it sees none. A mass above 1 raises on the CPU; on a GPU values are not looked at.""",
+            (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a
+            fourth field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the
+            row sees, 0 where it sees none. A mass above 1 raises on the CPU; on a GPU values are not looked at.""",
     "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
 }
 

@@ -274,6 +274,40 @@ def test_dense_log_sum_exps_while_tracing(rng: np.random.Generator) -> None:
     assert (jax.vmap(mass)(*map(jax.numpy.asarray, (*values, low))) > 1).all()
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_nan_in_padded_rows(framework: str, rng: np.random.Generator) -> None:
+    """What the documentation of row_weight says of it, and the way out that it names."""
+    values = [rng.standard_normal((2, 2, n, 8)).astype("f") for n in (5, 6, 5, 6)]
+    values[2][0, 0, 3:] = np.nan
+    weight = np.ones((2, 2, 5), "f")
+    weight[0, :, 3:] = 0
+    x, w = [to_framework(framework, a) for a in values], to_framework(framework, weight)
+    value, grads = streamkl_cupy.attention_kl_value_and_grad(*x, row_weight=w, reduction="sum", wrt=INPUT_NAMES)
+    assert np.isfinite(to_numpy(value))
+    for name, g in zip(INPUT_NAMES, map(to_numpy, grads), strict=True):
+        bad = np.zeros(g.shape, bool)
+        bad[(0, 0, slice(3, None)) if name.endswith("q") else (0, 0)] = True
+        if framework in ("numpy", "torch", "jax"):
+            np.testing.assert_array_equal(np.isnan(g), bad)
+        else:  # a tile may carry it to more rows of its head
+            assert np.isnan(g[bad]).all()
+        assert np.isfinite(g[1]).all()
+        assert np.isfinite(g[0, 1]).all()
+    packed = [
+        np.concatenate([a[0, :, : 3 if n == 5 else 6], a[1]], 1).swapaxes(0, 1).copy()
+        for a, n in zip(values, (5, 6, 5, 6))
+    ]
+    ends = {"cu_seqlens_q": np.array([0, 3, 8], "i4"), "cu_seqlens_k": np.array([0, 6, 12], "i4")}
+    again, grads = streamkl_cupy.attention_kl_value_and_grad(
+        *(to_framework(framework, a) for a in packed),
+        **{name: to_framework(framework, a) for name, a in ends.items()},
+        reduction="sum",
+        wrt=INPUT_NAMES,
+    )
+    np.testing.assert_allclose(to_numpy(again), to_numpy(value), rtol=1e-5)
+    assert all(np.isfinite(to_numpy(g)).all() for g in grads)
+
+
 def test_zero_weight_still_has_a_derivative() -> None:
     torch = pytest.importorskip("torch")
     kl, lse = torch.tensor([1.0, 2.0]), torch.zeros(2)
