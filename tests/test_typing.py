@@ -70,7 +70,7 @@ def checked(lines: list[str], folder: Path, *options: str) -> dict[int, list[str
     mypy = pytest.importorskip("mypy.api", reason="needs mypy, which is not installed")
     path = folder / "calls.py"
     path.write_text(PREAMBLE + "\n".join(lines) + "\n", encoding="utf-8")
-    given = ["--strict", "--no-error-summary", "--hide-error-context", "--cache-dir", str(folder / "cache")]
+    given = ["--strict", "--no-error-summary", "--hide-error-context", "--cache-dir", str(folder.parent / "mypy")]
     out, err, _ = mypy.run([*given, *options, "--no-pretty", str(path)])
     assert not err
     first, said = PREAMBLE.count("\n") + 1, dict[int, list[str]]()
