@@ -1,6 +1,6 @@
 """KL divergence between two attention distributions, forward and backward, without the N x N matrix.
 
-One primitive over arrays of NumPy, CuPy, PyTorch, JAX and other DLPack producers; see `attention_kl`.
+One primitive over arrays of NumPy, CuPy, PyTorch, JAX and of other frameworks with DLPack; see `attention_kl`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -23,11 +23,17 @@ MASK_ITEMSIZE = {"int32": 4, "bool": 1}
 CPU = Device("cpu")
 _XLA_DETERMINISTIC = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 
-# numpy dtype object -> our name. bfloat16 joins when the first array of it arrives: only ml_dtypes defines it. Types
-# of foreign byte order compare unequal to these, so they are refused like any other.
+# The frameworks with adapters here; all others are guests.
+OWN = frozenset({"numpy", "cupy", "torch", "jax"})
+
+# numpy dtype object -> our name. bfloat16 joins when the first array of it arrives: only ml_dtypes defines it; until
+# then it is made as its bits. Types of foreign byte order compare unequal to these, so they are refused like any other.
 _NUMPY_NAMES: dict[Any, str] = {np.dtype(name): name for name in ("float16", "float32", "float64")}
 _MASK_NAMES: dict[Any, str] = {np.dtype(name): name for name in MASK_ITEMSIZE}
-_NUMPY_TYPES: dict[str, Any] = {name: dtype for dtype, name in _NUMPY_NAMES.items()}
+_NUMPY_TYPES: dict[str, Any] = {
+    **{name: dtype for dtype, name in _NUMPY_NAMES.items()},
+    "bfloat16": np.dtype(np.uint16),
+}
 
 
 class ArrayView(NamedTuple):
@@ -310,36 +316,19 @@ class JAX(Adapter):
         return xla_deterministic()
 
 
-class Other(Adapter):
-    """Any other producer, read through CuPy or NumPy, which then also make its results."""
+class NoArray(Adapter):
+    """Whatever lends no memory: stand-ins where these are welcome, an error elsewhere."""
 
-    name = "dlpack"
+    name = "no array"
 
     def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
-        importer: Any
-        if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-            kind, index = (int(v) for v in x.__dlpack_device__())
-            if kind not in (1, 2, 3, 13):  # CPU, CUDA, CUDA pinned, CUDA managed
-                raise TypeError(f"{name} is on DLPack device ({kind}, {index}); allowed are CUDA and CPU arrays")
-            importer = np.from_dlpack if kind in (1, 3) else cupy_module().from_dlpack
-        elif hasattr(x, "__cuda_array_interface__"):
-            importer = cupy_module().asarray
-        else:
-            raise TypeError(
-                f"{name} is {a_kind_of(x)}, not an array; allowed are NumPy, CuPy, torch and JAX arrays and other "
-                f"DLPack producers. Convert it first, for example np.asarray({name}, dtype=np.float32)"
-            )
-        try:
-            array = importer(x)
-        except (BufferError, RuntimeError, TypeError) as cause:
-            raise TypeError(f"{name}: this {kind_of(x)} could not be read through DLPack: {cause}") from cause
-        return adapter_for(name, array)[1](name, array, mask)._replace(framework="dlpack")
+        raise TypeError(f"{name} {_no_array(name, x)}")
 
     def is_standin(self, x: Any) -> bool:
-        return not (hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"))
+        return True
 
 
-ADAPTERS: dict[str, Adapter] = {"numpy": NumPy(), "dlpack": Other()}
+ADAPTERS: dict[str, Adapter] = {"numpy": NumPy(), "no array": NoArray()}
 # Exact type -> (framework, reader). Subclasses are looked at anew each time: they are rare, and may be short-lived.
 READERS: dict[type, tuple[str, Reader]] = {np.ndarray: ("numpy", ADAPTERS["numpy"].read)}
 
@@ -361,7 +350,10 @@ def adapter_for(name: str, x: Any) -> tuple[str, Reader]:
         return READERS.setdefault(cupy.ndarray, ("cupy", ADAPTERS.setdefault("cupy", CuPy(cupy)).read))
     if isinstance(x, _attribute("jax", "Array")):
         return ("jax", ADAPTERS.setdefault("jax", JAX(sys.modules["jax"])).read)
-    return ("dlpack", ADAPTERS["dlpack"].read)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        adapter = importlib.import_module(".guests", __package__).guest_for(name, x)
+        return (adapter.name, adapter.read)
+    return ("no array", ADAPTERS["no array"].read)
 
 
 def cupy_module() -> Any:
@@ -378,6 +370,36 @@ def refused_dtype(dtype: Any, remedy: str) -> str:
         f"has dtype {dtype}; allowed are bfloat16, float16, float32 and, on the CPU, float64, in native byte order. "
         f"Convert it, for example {remedy}"
     )
+
+
+def _no_array(name: str, x: Any) -> str:
+    """The rest of a sentence about what is no array, most telling cause first."""
+    if x is None:
+        return "is None, not an array; it is needed in every call"
+    root = type(x).__module__.partition(".")[0]
+    if root == "tensorflow":
+        return (
+            f"is {a_kind_of(x)}, which has no memory to read. Of a tf.Variable pass tf.convert_to_tensor({name}); "
+            f"inside tf.function call through tf.py_function; sparse and ragged tensors must be made dense"
+        )
+    if hasattr(x, "__cuda_array_interface__"):
+        return (
+            f"is {a_kind_of(x)}, which has a __cuda_array_interface__ and no __dlpack__, so nothing could make results "
+            f"of its type. Convert it, without a copy: cupy.asarray({name}) or torch.as_tensor({name}, device='cuda')"
+        )
+    return (
+        f"is {a_kind_of(x)}, not an array; allowed are NumPy, CuPy, torch and JAX arrays, and those of other "
+        f"frameworks with DLPack. Convert it first, for example np.asarray({name}, dtype=np.float32)"
+    )
+
+
+def dtype_label(dtype: Any) -> str:
+    """The name of a dtype of any framework: "float32" of numpy.float32, torch.float32, <dtype: 'float32'>."""
+    if isinstance(dtype, np.dtype):
+        return str(dtype)  # with a foreign byte order
+    name = getattr(dtype, "name", None)
+    # Paddle's names are those of an enumeration in capitals.
+    return name if isinstance(name, str) and name.islower() else str(dtype).rpartition(".")[2]
 
 
 def kind_of(x: Any) -> str:

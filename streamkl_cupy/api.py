@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import arrays, calls, planning, reduce, validate
-from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved, describe
+from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
 from .problem import INPUT_NAMES, STUDENT, Options
+from .signatures import answered
+from .typed import A, KLForward, KLForwardMass, KLGradients, Layout, Precision, Reduction
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from . import typed
     from .patterns import BlockPattern
+    from .typed import AnyPlan, Given, Rows, SavedRows, Wrt
+
+__all__ = [
+    "KLForward",
+    "KLForwardMass",
+    "KLGradients",
+    "attention_kl",
+    "attention_kl_backward",
+    "attention_kl_forward",
+    "attention_kl_value_and_grad",
+    "backward_into",
+    "forward_into",
+    "plan",
+    "warmup",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -49,14 +68,18 @@ _TEXT = {
             framework is set to, `torch.use_deterministic_algorithms` or the flag `--xla_gpu_deterministic_ops` in
             XLA_FLAGS, and the fastest path where it says nothing.""",
     "WRT": """wrt: Names of the inputs to differentiate by, a tuple such as ("student_q", "student_k").""",
-    "WEIGHT": """row_weight: Weight w of each row, an array that broadcasts to the rows. Default 1 everywhere.""",
+    "WEIGHT": """row_weight: Weight w of each row, an array that broadcasts to the rows. Default 1 everywhere. Weight 0
+            keeps a row of NaN out of the value, not out of the gradients, as 0 x NaN is NaN: NaN in padded query rows
+            reaches their own query gradients and all key gradients of their heads. Pack such sequences with
+            cu_seqlens_q and cu_seqlens_k, or slice the padding away.""",
     "ERRORS": """TypeError: wrong kind of array or dtype, or arrays of several frameworks.
         ValueError: shapes or devices that do not fit together, or an unknown option.
         NotImplementedError: a combination that is not built; the message lists what is.
         StreamKLError: no usable driver, a failed compilation, or a first compilation under graph capture.""",
-    "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys. The result then has a
+    "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys, a natural logarithm
+            (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a
             fourth field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the
-            row sees, 0 where it sees none.""",
+            row sees, 0 where it sees none. A mass above 1 raises on the CPU; on a GPU values are not looked at.""",
     "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
 }
 
@@ -67,47 +90,82 @@ def _documented(function: _F) -> _F:
     return function
 
 
-def _outside_programs(function: _F) -> _F:
-    """Keep torch.compile out: what computes on memory by its address is not to be translated, nor run on stand-ins."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.compiler.is_compiling():
-            from .torch import outside_programs
-
-            return outside_programs(function, *args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-class KLForward(NamedTuple):
-    """Row results: `kl` in nats, and the natural log-sum-exps of both logit rows, (B, H, M), float32 or float64."""
-
-    kl: Any
-    teacher_lse: Any
-    student_lse: Any
-
-
-class KLForwardMass(NamedTuple):
-    """`KLForward`, and how much of the teacher's dense distribution lies on the keys that the row sees, 0 to 1."""
-
-    kl: Any
-    teacher_lse: Any
-    student_lse: Any
-    teacher_mass: Any
-
-
-class KLGradients(NamedTuple):
-    """Gradients in shape, dtype and framework of their inputs, compact; None for what was not asked."""
-
-    teacher_q: Any = None
-    teacher_k: Any = None
-    student_q: Any = None
-    student_k: Any = None
-
-
+@overload
+def attention_kl(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[typed.LossOptions],
+) -> Rows: ...
+@overload
+def attention_kl(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: None = None,
+    **options: Unpack[typed.LossOptions],
+) -> KLForward[Rows]: ...
+@overload
+def attention_kl(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: Given,
+    **options: Unpack[typed.LossOptions],
+) -> KLForwardMass[Rows]: ...
+@overload
+def attention_kl(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[typed.LossOptions],
+) -> A: ...
+@overload
+def attention_kl(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: None = None,
+    **options: Unpack[typed.LossOptions],
+) -> KLForward[A]: ...
+@overload
+def attention_kl(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: A,
+    **options: Unpack[typed.LossOptions],
+) -> KLForwardMass[A]: ...
+@overload
+def attention_kl(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    return_lse: bool,
+    dense_teacher_lse: Any = None,
+    **options: Unpack[typed.LossOptions],
+) -> Any: ...
+@answered()
 @_documented
 def attention_kl(
     teacher_q: Any,
@@ -126,9 +184,9 @@ def attention_kl(
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
     row_weight: Any = None,
-    reduction: str = "none",
-    layout: str = "bhnd",
-    precision: str = "highest",
+    reduction: Reduction = "none",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     return_lse: bool = False,
     dense_teacher_lse: Any = None,
     deterministic: bool | None = None,
@@ -140,10 +198,10 @@ def attention_kl(
         P = softmax(teacher_scale q_t k_t^T)    Q = softmax(student_scale q_s k_s^T)
         KL = sum_j P_j (log P_j - log Q_j)
 
-    <SOURCE> Differentiable to first order where the arrays are torch's (autograd, torch.func, torch.compile) or JAX's
-    (grad, jit, vmap, shard_map). A row that sees no key has KL 0, log-sum-exps -inf and zero gradients; NaN or Inf that
-    a row sees makes its KL NaN. CUDA arrays are computed on their GPU, on the caller's current stream; CPU arrays in
-    NumPy.
+    <SOURCE>
+    Differentiable to first order where the arrays are torch's (autograd, torch.func, torch.compile) or JAX's (grad,
+    jit, vmap, shard_map). A row that sees no key has KL 0, log-sum-exps -inf and zero gradients; NaN or Inf that a row
+    sees makes its KL NaN. CUDA arrays are computed on their GPU, on the caller's current stream; CPU arrays in NumPy.
 
     Args:
         <INPUTS>
@@ -176,7 +234,8 @@ def attention_kl(
         # and parameters live in modules of their own, so all ancestors are asked.
         from .torch import attention_kl as differentiable
 
-        return differentiable(
+        # Without the check of keywords that this call has passed already.
+        return differentiable.__wrapped__(  # type: ignore[attr-defined]
             teacher_q,
             teacher_k,
             student_q,
@@ -210,7 +269,7 @@ def attention_kl(
     if row_weight is not None or arrays.framework_of("student_q", student_q) == "jax":
         found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, given, strict=True)}
         if row_weight is not None:
-            found["row_weight"] = validate.weight_framework(row_weight)
+            found["row_weight"] = validate.weight_framework(row_weight, found["student_q"])
         validate.one_framework(found)
     if arrays.framework_of("student_q", student_q) == "jax":
         return _jax().attention_kl(
@@ -226,24 +285,64 @@ def attention_kl(
             dense_teacher_lse=dense_teacher_lse,
         )
     inputs = calls.view_inputs(*given)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
     ready = calls.prepare(inputs, chosen, masks)
-    if row_weight is not None:
-        validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
-    if dense_teacher_lse is not None:
-        _check_dense(dense_teacher_lse, inputs, ready)
+    weight = None if row_weight is None else validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
+    if inputs.student_q.framework not in arrays.OWN:
+        _check_no_gradient_wanted(inputs, (*given, row_weight))
+    dense = None if dense_teacher_lse is None else _dense_rows(dense_teacher_lse, inputs, ready)
     stats = calls.forward(inputs, ready, masks)
     kl, teacher_lse, student_lse = (view.array for view in stats)
-    if row_weight is not None or reduction != "none":
+    if weight is not None or reduction != "none":
         with arrays.on_device(inputs.student_q):
-            kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, row_weight, reduction)
+            kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, weight, reduction)
     if not return_lse:
-        return kl
-    rows = KLForward(kl, teacher_lse, student_lse)
-    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
+        return arrays.given_back(inputs.student_q, student_q, kl)
+    rows = _with_mass(inputs, KLForward(kl, teacher_lse, student_lse), stats, dense)
+    return arrays.given_back(inputs.student_q, student_q, rows)
 
 
-@_outside_programs
+@overload
+def attention_kl_forward(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    dense_teacher_lse: None = None,
+    **options: Unpack[typed.Options],
+) -> KLForward[Rows]: ...
+@overload
+def attention_kl_forward(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    dense_teacher_lse: Given,
+    **options: Unpack[typed.Options],
+) -> KLForwardMass[Rows]: ...
+@overload
+def attention_kl_forward(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    dense_teacher_lse: None = None,
+    **options: Unpack[typed.Options],
+) -> KLForward[A]: ...
+@overload
+def attention_kl_forward(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    dense_teacher_lse: A,
+    **options: Unpack[typed.Options],
+) -> KLForwardMass[A]: ...
+@answered(outside_programs=True)
 @_documented
 def attention_kl_forward(
     teacher_q: Any,
@@ -261,15 +360,16 @@ def attention_kl_forward(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     dense_teacher_lse: Any = None,
     deterministic: bool | None = None,
-) -> KLForward | KLForwardMass:
+) -> KLForward[Any] | KLForwardMass[Any]:
     """Row values and log-sum-exps, outside every autograd: the first half of a hand-written gradient.
 
     KL = sum_j P_j (log P_j - log Q_j) and LSE = log sum_j exp(logit_j), natural logarithms; see `attention_kl`.
-    <SOURCE> Pure: inputs that require gradients are read as they are, and results are detached.
+    <SOURCE>
+    Pure: inputs that require gradients are read as they are, and results are detached.
 
     Args:
         <INPUTS>
@@ -297,10 +397,9 @@ def attention_kl_forward(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
     ready = calls.prepare(inputs, chosen, masks)
-    if dense_teacher_lse is not None:
-        _check_dense(dense_teacher_lse, inputs, ready)
+    dense = None if dense_teacher_lse is None else _dense_rows(dense_teacher_lse, inputs, ready)
     if inputs.student_q.framework == "jax":
         return _jax().attention_kl_forward(  # type: ignore[no-any-return]
             teacher_q,
@@ -314,25 +413,29 @@ def attention_kl_forward(
             key_mask=key_mask,
             dense_teacher_lse=dense_teacher_lse,
         )
-    kl, teacher_lse, student_lse = calls.forward(inputs, ready, masks)
-    rows = KLForward(kl.array, teacher_lse.array, student_lse.array)
-    return rows if dense_teacher_lse is None else _with_mass(inputs, rows, dense_teacher_lse)
+    stats = calls.forward(inputs, ready, masks)
+    rows = _with_mass(inputs, KLForward(*(view.array for view in stats)), stats, dense)
+    return arrays.given_back(inputs.student_q, student_q, rows)
 
 
-@_outside_programs
+@answered(
+    "What the forward saved goes by name: saved=forward, the whole result of attention_kl_forward(...), or "
+    "teacher_lse=, student_lse= and kl=, which look alike",
+    outside_programs=True,
+)
 @_documented
 def attention_kl_backward(
     grad: Any,
-    teacher_q: Any,
-    teacher_k: Any,
-    student_q: Any,
-    student_k: Any,
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
     *,
-    saved: KLForward | KLForwardMass | None = None,
+    saved: SavedRows | None = None,
     teacher_lse: Any = None,
     student_lse: Any = None,
     kl: Any = None,
-    wrt: tuple[str, ...] = STUDENT,
+    wrt: Wrt = STUDENT,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
     causal: bool = False,
@@ -343,10 +446,10 @@ def attention_kl_backward(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     deterministic: bool | None = None,
-) -> KLGradients:
+) -> KLGradients[A]:
     """Gradients from what the forward saved, outside every autograd: the second half.
 
     With g = grad of the row,
@@ -354,7 +457,8 @@ def attention_kl_backward(
         dS = g (Q - P)                               dq_s = student_scale dS k_s      dk_s = student_scale dS^T q_s
         dT = g P ((log P - log Q) - KL)              dq_t = teacher_scale dT k_t      dk_t = teacher_scale dT^T q_t
 
-    <SOURCE> Pure: it may be called again with the same saved values. Key gradients are summed over the query heads that
+    <SOURCE>
+    Pure: it may be called again with the same saved values. Key gradients are summed over the query heads that
     read the key.
 
     Args:
@@ -398,7 +502,7 @@ def attention_kl_backward(
         describe("student_lse", student_lse),
         None if kl is None else describe("kl", kl),
     )
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
     ready = calls.prepare(inputs, chosen, masks)
     for view in rows:
         if view is not None:
@@ -421,10 +525,35 @@ def attention_kl_backward(
             cu_seqlens_k=cu_seqlens_k,
             key_mask=key_mask,
         )
-    return KLGradients(*calls.backward(inputs, ready, rows, wrt, masks))
+    grads = KLGradients(*calls.backward(inputs, ready, rows, wrt, masks))
+    return arrays.given_back(inputs.student_q, student_q, grads)
 
 
-@_outside_programs
+@overload
+def attention_kl_value_and_grad(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    row_weight: Any = None,
+    reduction: Literal["sum", "mean"] = "mean",
+    wrt: Wrt = STUDENT,
+    **options: Unpack[typed.Options],
+) -> tuple[Rows, KLGradients[Given]]: ...
+@overload
+def attention_kl_value_and_grad(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    row_weight: Any = None,
+    reduction: Literal["sum", "mean"] = "mean",
+    wrt: Wrt = STUDENT,
+    **options: Unpack[typed.Options],
+) -> tuple[A, KLGradients[A]]: ...
+@answered(outside_programs=True)
 @_documented
 def attention_kl_value_and_grad(
     teacher_q: Any,
@@ -443,16 +572,17 @@ def attention_kl_value_and_grad(
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
     row_weight: Any = None,
-    reduction: str = "mean",
-    wrt: tuple[str, ...] = STUDENT,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    reduction: Reduction = "mean",
+    wrt: Wrt = STUDENT,
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     deterministic: bool | None = None,
-) -> tuple[Any, KLGradients]:
+) -> tuple[Any, KLGradients[Any]]:
     """A loss over all rows and its gradients, outside every autograd: one training step in one call.
 
     loss = sum(w KL) or sum(w KL) / sum(w), and its derivatives by the inputs named in `wrt`; see `attention_kl` and
-    `attention_kl_backward`. <SOURCE>
+    `attention_kl_backward`.
+    <SOURCE>
 
     Args:
         <INPUTS>
@@ -488,11 +618,11 @@ def attention_kl_value_and_grad(
             "call attention_kl_forward and attention_kl_backward"
         )
     inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, arrays.native(inputs.student_q))
+    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
     ready = calls.prepare(inputs, chosen, masks)
     validate.gradients_built(ready.problem, wrt)
     if row_weight is not None:
-        validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
+        row_weight = validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
     if inputs.student_q.framework == "jax":
         return _jax().attention_kl_value_and_grad(  # type: ignore[no-any-return]
             teacher_q,
@@ -516,9 +646,12 @@ def attention_kl_value_and_grad(
         value = reduce.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
         grad = reduce.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
     saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
-    return value, KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
+    grads = KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
+    give = functools.partial(arrays.given_back, inputs.student_q, student_q)
+    return give(value), give(grads)
 
 
+@answered()
 @_documented
 def plan(
     teacher_q: Any,
@@ -536,17 +669,18 @@ def plan(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     deterministic: bool | None = None,
-    wrt: tuple[str, ...] = STUDENT,
-    op: str = "attention_kl",
+    wrt: Wrt = STUDENT,
+    op: Literal["attention_kl"] = "attention_kl",
     arch: str | None = None,
-) -> Any:
+) -> AnyPlan:
     """What a call with these arguments would run: kernels, tiles, shared memory, grid. Prints itself; launches nothing.
 
-    <SOURCE> The plan says how that pass is cut into blocks and tiles. In place of arrays it takes anything with a shape
-    and a dtype, as a compact array on the current GPU, or on the CPU where there is no usable GPU.
+    <SOURCE>
+    The plan says how that pass is cut into blocks and tiles. In place of arrays it takes anything with a shape and a
+    dtype, as a compact array on the current GPU, or on the CPU where there is no usable GPU.
 
     Args:
         <INPUTS>
@@ -581,10 +715,11 @@ def plan(
     problem = validate.to_problem(inputs, chosen, masks)
     validate.gradients_built(problem, wrt)
     if arch is None:
-        return calls.runner_for(problem).plan
+        return calls.runner_for(problem).plan  # type: ignore[no-any-return]
     return planning.make_plan(problem, planning.facts_for_arch(arch))
 
 
+@answered()
 @_documented
 def warmup(
     teacher_q: Any,
@@ -602,17 +737,18 @@ def warmup(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
+    layout: Layout = "bhnd",
+    precision: Precision = "highest",
     deterministic: bool | None = None,
-    wrt: tuple[str, ...] = STUDENT,
-    op: str = "attention_kl",
+    wrt: Wrt = STUDENT,
+    op: Literal["attention_kl"] = "attention_kl",
 ) -> None:
     """Compile, load and configure all that a call with these arguments needs, and launch nothing.
 
     Call it before capturing a CUDA graph or timing a loop: neither may contain a compilation. Compiled kernels are also
     kept on disk, so a second process starts faster. In place of arrays it takes anything with a shape and a dtype, as a
-    compact array on the current GPU, or on the CPU, where there is nothing to do. <SOURCE>
+    compact array on the current GPU, or on the CPU, where there is nothing to do.
+    <SOURCE>
 
     Args:
         <INPUTS>
@@ -666,14 +802,28 @@ def backward_into(
     )
 
 
-def _check_dense(dense: Any, inputs: Inputs, ready: calls.Ready) -> None:
-    view = describe("dense_teacher_lse", dense)
+def _check_no_gradient_wanted(inputs: Inputs, given: tuple[Any, ...]) -> None:
+    guests = importlib.import_module(".guests", __package__)
+    names = (*INPUT_NAMES, "row_weight")
+    guests.check_no_gradient_wanted(
+        inputs.student_q.framework, [(name, x) for name, x in zip(names, given, strict=True) if x is not None]
+    )
+
+
+def _dense_rows(dense: Any, inputs: Inputs, ready: calls.Ready) -> ArrayView:
+    view = describe("dense_teacher_lse", dense.detach() if hasattr(dense, "detach") else dense)
     validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
+    return view
 
 
-def _with_mass(inputs: Inputs, rows: KLForward, dense: Any) -> KLForwardMass:
-    if hasattr(dense, "detach"):
-        dense = dense.detach()
+def _with_mass(
+    inputs: Inputs, rows: KLForward[Any], stats: RowStats, dense_view: ArrayView | None
+) -> KLForward[Any] | KLForwardMass[Any]:
+    if dense_view is None:
+        return rows
+    dense = dense_view.array
+    if dense_view.device.kind == "cpu":
+        validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense_view))
     with arrays.on_device(inputs.student_q):
         return KLForwardMass(*rows, reduce.teacher_mass(_namespace(inputs), rows.teacher_lse, dense))
 

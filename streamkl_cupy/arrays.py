@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import prod
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,14 @@ from .adapters import (
     CPU,
     ITEMSIZE,
     MASK_ITEMSIZE,
+    OWN,
     READERS,
     ArrayView,
     a_kind_of,
     adapter_for,
     cuda,
     cupy_module,
+    dtype_label,
     refused_dtype,
 )
 from .problem import Device, compact_strides
@@ -32,6 +34,7 @@ from .problem import Device, compact_strides
 __all__ = [
     "CPU",
     "ITEMSIZE",
+    "OWN",
     "ArrayView",
     "Gradients",
     "Inputs",
@@ -45,6 +48,9 @@ __all__ = [
     "host",
     "namespace",
 ]
+
+
+_R = TypeVar("_R")
 
 
 class Inputs(NamedTuple):
@@ -97,6 +103,8 @@ MASK_REMEDIES = {
     "cupy": 'cupy.asarray({name}, dtype="{dtype}")',
     "torch": "torch.as_tensor({name}, dtype=torch.{dtype}, device=student_q.device)",
     "jax": 'jax.numpy.asarray({name}, dtype="{dtype}")',
+    "tensorflow": 'tf.convert_to_tensor({name}, dtype="{dtype}")',
+    "paddle": 'paddle.to_tensor({name}, dtype="{dtype}")',
 }
 SIZES = {**ITEMSIZE, **MASK_ITEMSIZE}
 
@@ -115,7 +123,8 @@ def describe_mask(name: str, x: Any, framework: str = "numpy") -> ArrayView:
 def no_mask_array(name: str, x: Any, framework: str) -> TypeError:
     """The error about something else in the place of an array that a mask reads."""
     dtype = MASK_DTYPES[name]
-    remedy = MASK_REMEDIES[framework].format(name=name, dtype=dtype)
+    remedy = MASK_REMEDIES.get(framework, "{framework}.asarray({name}, dtype={framework}.{dtype})")
+    remedy = remedy.format(name=name, dtype=dtype, framework=framework)
     return TypeError(
         f"{name} is {a_kind_of(x)}; allowed is a {framework} array of dtype {dtype}, as the inputs are {framework} "
         f"arrays. Make one: {remedy}"
@@ -126,16 +135,16 @@ def _check_mask_dtype(name: str, x: Any, framework: str = "numpy") -> None:
     wanted, dtype = MASK_DTYPES[name], getattr(x, "dtype", None)
     if dtype is None:
         raise no_mask_array(name, x, framework)
-    label = str(dtype).removeprefix("torch.")
+    label = dtype_label(dtype)
     if label != wanted:
-        cast = f"{name}.to(torch.{wanted})" if str(dtype) != label else f'{name}.astype("{wanted}")'
-        raise TypeError(f"{name} has dtype {label}; allowed is {wanted}. Cast it: {cast}")
+        way = f"{name}.to(torch.{wanted})" if str(dtype).startswith("torch.") else f'{name}.astype("{wanted}")'
+        raise TypeError(f"{name} has dtype {label}; allowed is {wanted}. Cast it: {way}")
 
 
 def framework_of(name: str, x: Any) -> str:
     """The framework `describe` would report, without reading the array; tracers are fine, what is no array is not."""
     framework = _kind(name, x)
-    return describe(name, x).framework if framework == "dlpack" else framework
+    return describe(name, x).framework if framework == "no array" else framework
 
 
 def _kind(name: str, x: Any) -> str:
@@ -143,8 +152,8 @@ def _kind(name: str, x: Any) -> str:
 
 
 def native(view: ArrayView) -> str:
-    """The framework whose arrays the results for this one are."""
-    if view.framework != "dlpack":
+    """The framework that computes for this one: for a guest NumPy or CuPy."""
+    if view.framework in OWN:
         return view.framework
     return "numpy" if view.device.kind == "cpu" else "cupy"
 
@@ -167,7 +176,7 @@ def standin(name: str, x: Any, device: Device) -> ArrayView:
     try:
         label = np.dtype(dtype).name
     except TypeError:
-        label = str(dtype).removeprefix("torch.")
+        label = dtype_label(dtype)
     if name in MASK_DTYPES:
         _check_mask_dtype(name, x)
     elif label not in ITEMSIZE:
@@ -217,16 +226,38 @@ def on_device(view: ArrayView) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def given_back(view: ArrayView, like: Any, results: _R) -> _R:
+    """A result, or a NamedTuple of results, in the caller's own type; `view` is that of `like`, an array of the call.
+
+    Until here those of a guest are NumPy's or CuPy's.
+    """
+    if view.framework in OWN:
+        return results
+    give, kind = _guest(view).give, cast(Any, type(results))
+    if isinstance(results, tuple):
+        return kind(*(None if x is None else give(x, like) for x in results))  # type: ignore[no-any-return]
+    return give(results, like)  # type: ignore[no-any-return]
+
+
+def computable(view: ArrayView, x: Any) -> Any:
+    """The array as the library that computes for it takes it, in whatever dtype it has."""
+    return x if view.framework in OWN else _guest(view).values(view.name, x)
+
+
+def _guest(view: ArrayView) -> Any:
+    return ADAPTERS[view.framework]
+
+
 _lent: list[tuple[Any, list[ArrayView]]] = []
 _lent_lock = threading.Lock()
 
 
 def hold(views: tuple[ArrayView | None, ...]) -> None:
-    """Keep memory of foreign DLPack producers until the GPU has read it.
+    """Keep memory of guests until the GPU has read it.
 
     torch, CuPy and XLA order the reuse of their memory after work on the stream; of others nothing is known.
     """
-    borrowed = [v for v in views if v is not None and v.framework == "dlpack" and v.device.kind == "cuda"]
+    borrowed = [v for v in views if v is not None and v.framework not in OWN and v.device.kind == "cuda"]
     if not borrowed:
         return
     cupy = cupy_module()

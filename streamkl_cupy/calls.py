@@ -6,7 +6,7 @@ import importlib
 import threading
 from typing import Any, NamedTuple
 
-from . import arrays, validate
+from . import arrays, hints, validate
 from .adapters import ADAPTERS
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
 from .problem import INPUT_NAMES, MASK_ARRAYS, Device, Options, Problem
@@ -46,6 +46,7 @@ def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) ->
     ready = _ready.get(key)
     if ready is None:
         problem = validate.to_problem(inputs, chosen._replace(deterministic=deterministic), masks)
+        hints.look(inputs, chosen, problem)
         runner = runner_for(problem)
         ready = Ready(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
         _remember(_ready, key, ready, problem)
@@ -174,7 +175,7 @@ def forward(inputs: Inputs, ready: Ready, masks: MaskArrays | None = None) -> Ro
     like = inputs.student_q
     outputs = arrays.empty_rows(like, ready.row_shape, ready.stat_dtype)
     launch_forward(inputs, ready, outputs, masks)
-    if like.framework == "dlpack":
+    if like.framework not in arrays.OWN:
         arrays.hold((*inputs, *(masks or ())))
     return outputs
 

@@ -23,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import api, arrays, calls, reduce, validate
 from .adapters import a_kind_of, xla_deterministic
 from .problem import INPUT_NAMES, MASK_ARRAYS, STUDENT, Device, Options, Problem, compact_strides
+from .signatures import answered
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -34,6 +35,10 @@ TESTED_JAX = "0.8 to 0.11"
 _NO_SECOND_ORDER = (
     "streamkl_cupy.attention_kl has first-order gradients only: its backward cannot be differentiated again. "
     "Use a dense attention KL where second-order terms are needed."
+)
+_NO_FORWARD_MODE = (
+    "streamkl_cupy.attention_kl has reverse-mode gradients only: it cannot propagate a forward-mode tangent (jax.jvp, "
+    "jacfwd, linearize, hessian). Use jax.grad, vjp or jacrev."
 )
 
 
@@ -55,6 +60,7 @@ def _config(options: Options, inputs: tuple[Any, ...]) -> _Config:
     return _Config(options, _platform(inputs[0]))
 
 
+@answered()
 def attention_kl(
     teacher_q: jax.Array,
     teacher_k: jax.Array,
@@ -113,7 +119,12 @@ def attention_kl(
     # JAX keeps a jitted function's programs, and with them their patterns. Inside a program of the caller's, its own
     # function does: what is written into that is gone with it.
     entry = _value if block_mask is not None and _staged() else _attention_kl
-    rows = entry(inputs, masks, row_weight, config=config, reduction=reduction)
+    try:
+        rows = entry(inputs, masks, row_weight, config=config, reduction=reduction)
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise TypeError(_NO_FORWARD_MODE) from error
     return _with_mass(rows, dense_teacher_lse) if return_lse else rows.kl
 
 
@@ -571,7 +582,7 @@ def _is_one_axis(extents: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def _inputs(*inputs: Any) -> tuple[jax.Array, ...]:
     for name, x in zip(INPUT_NAMES, inputs):
         if not isinstance(x, jax.Array):
-            raise TypeError(f"{name} is {a_kind_of(x)}; allowed here are JAX arrays (jnp.asarray makes one)")
+            raise validate.not_of("jax", name, x)
         if not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")
     return inputs
@@ -598,6 +609,9 @@ def _with_mass(rows: api.KLForward, dense: Any) -> api.KLForward | api.KLForward
             f"dense_teacher_lse is {a_kind_of(dense)} of shape {getattr(dense, 'shape', ())}; allowed is a JAX array "
             f"of one value per query row, {rows.teacher_lse.shape}"
         )
+    traced = any(isinstance(x, jax.core.Tracer) for x in (dense, rows.teacher_lse))
+    if not traced and _platform(dense) == "cpu":
+        validate.dense_lse(np.asarray(rows.teacher_lse), np.asarray(dense))
     return api.KLForwardMass(*rows, reduce.teacher_mass(jnp, rows.teacher_lse, jax.lax.stop_gradient(dense)))
 
 

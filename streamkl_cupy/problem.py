@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
 
-INPUT_NAMES = ("teacher_q", "teacher_k", "student_q", "student_k")
+INPUT_NAMES: Final = ("teacher_q", "teacher_k", "student_q", "student_k")
 MASK_ARRAYS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k", "key_mask")
-STUDENT = ("student_q", "student_k")
+STUDENT: Final = ("student_q", "student_k")
 
 
 class Options(NamedTuple):

@@ -22,6 +22,7 @@ from . import api, arrays, calls, reduce, validate
 from .adapters import a_kind_of
 from .arrays import RowStats, Saved
 from .problem import INPUT_NAMES, MASK_ARRAYS, Options
+from .signatures import answered
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -47,6 +48,7 @@ _NO_FORWARD_MODE = (
 )
 
 
+@answered()
 def attention_kl(
     teacher_q: Tensor,
     teacher_k: Tensor,
@@ -94,9 +96,7 @@ def attention_kl(
     inputs = (teacher_q, teacher_k, student_q, student_k)
     for name, x in zip(INPUT_NAMES, inputs):
         if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name} is {a_kind_of(x)}; allowed here are torch tensors (torch.from_dlpack makes one without a copy)"
-            )
+            raise validate.not_of("torch", name, x)
     if reduction != "none":
         validate.choice("reduction", reduction, validate.REDUCTIONS)
     masks = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
@@ -129,7 +129,10 @@ def attention_kl(
     if not return_lse:
         raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
     _check_dense(dense_teacher_lse, teacher_lse)
-    mass = reduce.teacher_mass(torch, teacher_lse, dense_teacher_lse.detach())
+    dense = dense_teacher_lse.detach()
+    if not traced and teacher_lse.device.type == "cpu" and _plain((teacher_lse, dense)):
+        validate.dense_lse(teacher_lse.numpy(), dense.numpy(force=True))
+    mass = reduce.teacher_mass(torch, teacher_lse, dense)
     return api.KLForwardMass(value, teacher_lse, student_lse, mass)
 
 
@@ -150,7 +153,10 @@ def _check_dense(dense: Any, rows: Tensor) -> None:
 def _check_weight(weight: Any, rows: Tensor) -> None:
     """`validate.row_weight` in words that torch.compile can trace."""
     if not isinstance(weight, Tensor) or weight.is_complex():
-        raise TypeError(f"row_weight is {a_kind_of(weight)}; allowed is a torch tensor of real numbers or bool")
+        raise TypeError(
+            f"row_weight is {a_kind_of(weight)}; allowed is a torch tensor of real numbers or bool, such as "
+            f"torch.as_tensor(row_weight, device=student_q.device)"
+        )
     if weight.device != rows.device:
         raise ValueError(f"row_weight is on {weight.device}, but the inputs are on {rows.device}; move it first")
     shape, full = tuple(weight.shape), tuple(rows.shape)

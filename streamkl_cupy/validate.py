@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import arrays
-from .adapters import a_kind_of
+from .adapters import a_kind_of, dtype_label, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
 from .planning import MAX_DIM, MAX_TEACHER_DIM
 from .problem import (
@@ -32,6 +32,7 @@ from .problem import (
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
+    from .typed import InputName
 
 LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
 PRECISIONS = ("highest", "high")
@@ -90,7 +91,7 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; allowed are {_listed(allowed)}")
 
 
-def wanted(wrt: Any, has_kl: bool = True) -> tuple[str, ...]:
+def wanted(wrt: Any, has_kl: bool = True) -> tuple[InputName, ...]:
     """The names of `wrt`, checked."""
     if isinstance(wrt, str):
         raise TypeError(f"wrt={wrt!r} is a string; write it as a tuple: wrt=({wrt!r},)")
@@ -149,11 +150,48 @@ def one_framework(found: dict[str, str]) -> str:
     (first, framework), *rest = found.items()
     for name, other in rest:
         if other != framework:
+            # Towards the framework that has gradients, or a GPU.
+            ranks = {"numpy": 0, "cupy": 2, "torch": 3, "jax": 3}
+            if ranks.get(other, 1) > ranks.get(framework, 1):
+                way = conversion(first, framework, other)
+            else:
+                way = conversion(name, other, framework)
             raise TypeError(
-                f"{first} is a {framework} array, but {name} is a {other} array; all arrays of a call come from one "
-                f"framework, because no copy is made behind your back. Convert {name} first"
+                f"{first} is {with_article(framework)} array, but {name} is {with_article(other)} array; all arrays of "
+                f"a call come from one framework, because no copy is made behind your back. Convert one of them: {way}"
             )
     return framework
+
+
+def not_of(framework: str, name: str, x: Any) -> TypeError:
+    """The error about an input that is not of the framework of student_q, for those who know it before they read."""
+    if x is None:
+        return TypeError(f"{name} is None, not an array; it is needed in every call")
+    other = "dlpack" if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray) else "numpy"
+    return TypeError(
+        f"{name} is {a_kind_of(x)}; allowed here are {framework} arrays, as all arrays of a call come from one "
+        f"framework. Make one: {conversion(name, other, framework)}"
+    )
+
+
+def conversion(name: str, framework: str, target: str) -> str:
+    """An expression that makes the array of a name, which is `framework`'s, one of `target`'s."""
+    if target == "numpy" and framework in _TO_NUMPY:
+        return _TO_NUMPY[framework].format(name=name)
+    if target == "torch" and framework in ("numpy", "cupy"):
+        return f"torch.as_tensor({name}, device=student_q.device)"
+    return _CONVERSIONS.get(target, f"{target}'s from_dlpack({{name}})").format(name=name)
+
+
+_TO_NUMPY = {"cupy": "cupy.asnumpy({name})", "torch": "{name}.numpy(force=True)"}
+_CONVERSIONS = {
+    "numpy": "np.asarray({name})",
+    "cupy": "cupy.asarray({name})",
+    "torch": "torch.from_dlpack({name})",
+    "jax": "jax.numpy.asarray({name})",
+    "tensorflow": "tf.convert_to_tensor({name})",
+    "paddle": "paddle.to_tensor({name})",
+}
 
 
 def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Problem:
@@ -346,8 +384,8 @@ def mask_values(problem: Problem, values: dict[str, NDArray[Any]]) -> None:
 
 def same_place(first: ArrayView, view: ArrayView) -> None:
     """One framework and one device for all arrays of a call."""
-    if view.framework != first.framework and arrays.native(view) != arrays.native(first):
-        one_framework({first.name: arrays.native(first), view.name: arrays.native(view)})
+    if view.framework != first.framework:
+        one_framework({first.name: first.framework, view.name: view.framework})
     if view.device is not first.device and view.device != first.device:
         raise ValueError(
             f"{first.name} is on {first.device}, but {view.name} is on {view.device}; all arrays of a call live on one "
@@ -364,20 +402,38 @@ def row_array(view: ArrayView, row_shape: tuple[int, ...], dtype: str, like: Arr
     same_place(like, view)
 
 
-def weight_framework(weight: Any) -> str:
-    """The framework of weights, which must be an array."""
+def dense_lse(lse: NDArray[Any], dense: NDArray[Any]) -> None:
+    """Check, where values can be read, that no row sees more of the teacher than there is of it."""
+    # Rounding is relative to what the logits are made of, which both hold; a wrong base or scale is off by far more.
+    slack = np.where(np.isfinite(dense), 1e-2 * (1 + np.abs(dense)), 0)
+    above = lse > dense + slack
+    if above.any():
+        at = tuple(int(i) for i in np.unravel_index(np.argmax(above), above.shape))
+        raise ValueError(
+            f"dense_teacher_lse{list(at)} is {dense[at]:.6g}, but the keys that the row sees have {lse[at]:.6g} "
+            f"already, so its teacher_mass would be above 1. Pass teacher_lse of the same call without masks; it is a "
+            f"natural logarithm: multiply one in base 2 by log(2)"
+        )
+
+
+def weight_framework(weight: Any, framework: str) -> str:
+    """The framework of weights, which must be an array; `framework` is that of the inputs."""
     if not hasattr(weight, "shape") or isinstance(weight, np.generic):
-        raise TypeError(f"row_weight is {a_kind_of(weight)}; pass an array of the inputs' framework, such as ones")
+        raise TypeError(
+            f"row_weight is {a_kind_of(weight)}; pass an array of the inputs' framework, that broadcasts to the rows: "
+            f"{conversion('row_weight', 'numpy', framework)}"
+        )
     return arrays.framework_of("row_weight", weight)
 
 
-def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> None:
-    """Check weights: an array of real numbers of the inputs' framework that broadcasts to the rows."""
-    one_framework({like.name: arrays.native(like), "row_weight": weight_framework(weight)})
+def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> Any:
+    """Weights as the rows' library takes them: real numbers of the inputs' framework that broadcast to the rows."""
+    one_framework({like.name: like.framework, "row_weight": weight_framework(weight, like.framework)})
+    weight = arrays.computable(like._replace(name="row_weight"), weight)
     here, there = getattr(like.array, "device", None), getattr(weight, "device", None)
     if here != there:
         raise ValueError(f"{like.name} is on {here}, but row_weight is on {there}; move row_weight first")
-    label = str(weight.dtype).removeprefix("torch.")
+    label = dtype_label(weight.dtype)
     if not label.startswith(("float", "bfloat", "int", "uint", "bool")):
         raise TypeError(f"row_weight has dtype {label}; allowed are real numbers and bool")
     shape = tuple(weight.shape)
@@ -387,6 +443,7 @@ def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> None
         fits = False
     if not fits:
         raise ValueError(f"row_weight: shape {shape} does not broadcast to the rows {row_shape}")
+    return weight
 
 
 def _check_side(
@@ -447,8 +504,15 @@ def _operand(view: ArrayView, extents: tuple[int, int, int, int], layout: str) -
 
 def _scale(name: str, value: Any) -> float:
     if type(value) is not float:
-        if isinstance(value, (bool, np.bool_, str, bytes)) or getattr(value, "shape", ()) != ():
-            raise TypeError(f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes")
+        if isinstance(value, (str, bytes)):
+            raise TypeError(
+                f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes: float({name})"
+            )
+        if isinstance(value, (bool, np.bool_, list, tuple)) or getattr(value, "shape", ()) != ():
+            raise TypeError(
+                f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes. Factors that differ "
+                f"between heads or rows belong into the queries: multiply these by them"
+            )
         if getattr(value, "requires_grad", False):
             raise TypeError(
                 f"{name} requires a gradient, but scales are constants; pass float({name}), and scale the queries "

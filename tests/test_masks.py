@@ -344,29 +344,6 @@ def test_contiguous_is_said_with_its_remedy(backend: Any) -> None:
             streamkl_cupy.attention_kl(*arrays, **options)
 
 
-class Producer:
-    """An array of a library that nobody here knows."""
-
-    def __init__(self, array: Array) -> None:
-        self.array, self.dtype, self.shape = array, array.dtype, array.shape
-
-    def __dlpack__(self, **how: Any) -> Any:
-        return self.array.__dlpack__(**how)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-
-def test_masks_of_other_producers(rng: np.random.Generator) -> None:
-    case = make_masked(rng, "lengths keys", B=2, M=5, N=9)
-    expected = streamkl_cupy.attention_kl(*case.arrays, **case.options)
-    options = {name: Producer(x) if name in MASK_ARRAYS else x for name, x in case.options.items()}
-    got = streamkl_cupy.attention_kl(*case.arrays, **options)
-    np.testing.assert_array_equal(got, expected)
-    got = streamkl_cupy.attention_kl(*map(Producer, case.arrays), **options)
-    np.testing.assert_array_equal(got, expected)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", ["lengths causal", "packed causal", "head blocks"])
 def test_reductions(backend: Any, rng: np.random.Generator, kind: str, reduction: str) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from ..adapters import ITEMSIZE
 
+if TYPE_CHECKING:
+    from ..typed import InputName
+
 PASSES = ("forward", "backward", "value_and_grad", "all_gradients")
 """backward: student gradients from saved rows; value_and_grad: forward and that; all_gradients: of all four inputs."""
 
-STUDENT = ("student_q", "student_k")
-ALL = ("teacher_q", "teacher_k", *STUDENT)
+STUDENT: Final = ("student_q", "student_k")
+ALL: Final = ("teacher_q", "teacher_k", *STUDENT)
 
 
-def wrt(name: str) -> tuple[str, ...]:
+def wrt(name: str) -> tuple[InputName, ...]:
     """The inputs a pass differentiates by."""
     return ALL if name == "all_gradients" else STUDENT
 

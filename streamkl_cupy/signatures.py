@@ -1,0 +1,206 @@
+"""Calls that do not fit a function's signature, answered with what is probably meant.
+
+People come from functions that spell the same things otherwise. Python's own text names what it does not know; ours
+names the option that does it, and how the value is converted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_MASKS = (
+    "say which keys a batch entry has by key_mask, (B, N) bool, True where there is a key; masks by row are causal, "
+    "window, cu_seqlens_q and cu_seqlens_k, and block_mask (streamkl_cupy.patterns.from_dense). Nothing is added to "
+    "logits"
+)
+_SCALES = "each side has its own: teacher_scale and student_scale, by default 1 / sqrt(D)"
+_TEMPERATURE = (
+    "divide both scales by it: teacher_scale=1 / (T * D_t**0.5), student_scale=1 / (T * D_s**0.5); and multiply the "
+    "loss by T**2 where gradients are to keep their size"
+)
+_LENGTHS = "say key_lengths, (B,) int32"
+_NO_DROPOUT = "leave it out: the distributions are compared as they are, without dropout"
+_WEIGHT = "say row_weight, an array that broadcasts to the rows: 0 where a row does not count"
+_INPUTS = "the arrays are teacher_q, teacher_k, student_q and student_k"
+_NO_LENGTH = "leave it out: it is not needed"
+_LSE = "say return_lse=True"
+_LAYOUT = 'say layout="bnhd" for (B, N, H, D) arrays; "bhnd", (B, H, N, D), is the default'
+_CAUSAL = (
+    "say causal=True. It is aligned to the last key; torch's is_causal is aligned to the first, which with M != N is "
+    "causal=True, q_offset=0"
+)
+
+# What other libraries call it -> what to say here.
+_MEANT = {
+    "is_causal": _CAUSAL,
+    "use_causal_mask": _CAUSAL,
+    "causal_mask": _CAUSAL,
+    "mask": _MASKS,
+    "attn_mask": _MASKS,
+    "attention_mask": _MASKS,
+    "attn_bias": _MASKS,
+    "bias": _MASKS,
+    "key_padding_mask": "it is True where there is padding: say key_mask=~key_padding_mask",
+    "src_key_padding_mask": "it is True where there is padding: say key_mask=~src_key_padding_mask",
+    "padding_mask": "say key_mask, (B, N) bool, True where there is a key",
+    "scale": _SCALES,
+    "softmax_scale": _SCALES,
+    "sm_scale": _SCALES,
+    "scaling": _SCALES,
+    "temperature": _TEMPERATURE,
+    "T": _TEMPERATURE,
+    "tau": _TEMPERATURE,
+    "window_size": "say window=(left, right); -1 is no limit",
+    "local_window_size": "say window=(left, right); one number w is window=(w, w)",
+    "sliding_window": "it counts the row's own key: say causal=True, window=(sliding_window - 1, 0)",
+    "query_seq_lengths": (
+        "leave padded rows out by row_weight 0 (and slice them away where they may hold NaN), or pack the sequences "
+        "with cu_seqlens_q and cu_seqlens_k"
+    ),
+    "key_value_seq_lengths": _LENGTHS,
+    "seqused_k": _LENGTHS,
+    "cache_seqlens": _LENGTHS,
+    "seq_lens": _LENGTHS,
+    "lengths": _LENGTHS,
+    "kv_lengths": _LENGTHS,
+    "cu_seqlens": "say cu_seqlens_q and cu_seqlens_k; one array may be given for both",
+    "cu_seqlens_kv": "say cu_seqlens_k",
+    "max_seqlen": _NO_LENGTH,
+    "max_seqlen_q": _NO_LENGTH,
+    "max_seqlen_k": _NO_LENGTH,
+    "max_seqlen_kv": _NO_LENGTH,
+    "dropout_p": _NO_DROPOUT,
+    "dropout": _NO_DROPOUT,
+    "dropout_rate": _NO_DROPOUT,
+    "enable_gqa": "leave it out: grouped heads are told by the shapes, H_k divides H",
+    "softcap": "logits with a soft cap are not built",
+    "score_mod": f"functions of the logits are not built; {_MASKS}",
+    "alibi_slopes": "biases of the logits are not built",
+    "query": _INPUTS,
+    "key": _INPUTS,
+    "q": _INPUTS,
+    "k": _INPUTS,
+    "v": f"values have no part in it; {_INPUTS}",
+    "value": f"values have no part in it; {_INPUTS}",
+    "teacher": _INPUTS,
+    "student": _INPUTS,
+    "weight": _WEIGHT,
+    "weights": _WEIGHT,
+    "query_mask": _WEIGHT,
+    "loss_mask": _WEIGHT,
+    "size_average": 'say reduction="mean" or "sum"',
+    "return_softmax_lse": _LSE,
+    "return_logsumexp": _LSE,
+    "qkv_format": _LAYOUT,
+    "tensor_layout": _LAYOUT,
+    "batch_first": _LAYOUT,
+}
+_OF_MAPS = (
+    "It takes the queries and keys of both sides, not attention maps: of two maps p and q the KL is "
+    "(p * (log(p) - log(q))).sum(-1)"
+)
+
+# Every answered function by its options.
+_functions: dict[str, frozenset[str]] = {}
+
+
+def answered(too_many: str | None = None, outside_programs: bool = False) -> Callable[[_F], _F]:
+    """Decorate a function so that wrong keywords and numbers of arrays are answered by name.
+
+    `too_many` is what to say about more positional arguments than there are. Costs a loop over the names given; plain
+    enough for torch.compile to trace. `outside_programs` keeps that out: a function that computes on memory by its
+    address is neither to be translated nor to be run on stand-ins.
+    """
+
+    def decorate(function: _F) -> _F:
+        signature = inspect.signature(function)
+        positional = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        needed = tuple(p.name for p in positional if p.default is p.empty)
+        places, known, name = len(positional), frozenset(signature.parameters), function.__name__
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            for option in options:
+                if option not in known:
+                    raise TypeError(_unknown(name, option, known))
+            if len(args) != places:
+                if len(args) > places:
+                    raise TypeError(_too_many(name, args, [p.name for p in positional], too_many))
+                for argument in needed[len(args) :]:
+                    if argument not in options:
+                        raise TypeError(_too_few(name, needed, [x for x in needed[len(args) :] if x not in options]))
+            if outside_programs:
+                torch = sys.modules.get("torch")
+                if torch is not None and torch.compiler.is_compiling():
+                    from .torch import outside_programs as interrupt
+
+                    return interrupt(function, *args, **options)
+            return function(*args, **options)
+
+        call.__signature__ = _Readable(  # type: ignore[attr-defined]
+            list(signature.parameters.values()), return_annotation=signature.return_annotation
+        )
+        _functions.setdefault(name, known)
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+class _Readable(inspect.Signature):
+    """A signature that `help` prints with one parameter a line, and annotations without quotes."""
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def format(self, **_how: Any) -> str:
+        lines, named = [], False
+        for p in self.parameters.values():
+            if p.kind is p.KEYWORD_ONLY and not named:
+                lines.append("*")
+                named = True
+            annotation = "" if p.annotation is p.empty else f": {_text(p.annotation)}"
+            default = "" if p.default is p.empty else f" = {p.default!r}"
+            lines.append(f"{p.name}{annotation}{default}")
+        result = "" if self.return_annotation is self.empty else f" -> {_text(self.return_annotation)}"
+        return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){result}"
+
+
+def _text(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _unknown(function: str, option: str, known: Iterable[str]) -> str:
+    begin = f"{function}() has no option {option!r}: "
+    if option in _MEANT:
+        return begin + _MEANT[option]
+    others = [name for name, options in _functions.items() if option in options]
+    if others:
+        return f"{begin}it is one of {', '.join(others)}"
+    near = difflib.get_close_matches(option, known, 1)
+    return begin + (f"is {near[0]} meant?" if near else f"there are {', '.join(sorted(known))}")
+
+
+def _too_many(function: str, args: tuple[Any, ...], names: list[str], special: str | None) -> str:
+    if special is None:
+        extra = args[len(names)]
+        if isinstance(extra, bool):
+            special = f"Options are named: is causal={extra} meant?"
+        elif isinstance(extra, (int, float)):
+            special = f"Options are named: teacher_scale={extra}, student_scale={extra}, q_offset={extra}?"
+        elif hasattr(extra, "shape"):
+            special = "Values have no part in it, and masks are named: key_mask, key_lengths, row_weight"
+        else:
+            special = "Options are named"
+    return f"{function}() takes {len(names)} arguments by position, {', '.join(names)}, but {len(args)} came. {special}"
+
+
+def _too_few(function: str, needed: tuple[str, ...], missing: list[str]) -> str:
+    came = len(needed) - len(missing)
+    return f"{function}() needs {', '.join(needed)}, but {came} came: {', '.join(missing)} missing. {_OF_MAPS}"
