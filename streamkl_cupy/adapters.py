@@ -201,6 +201,8 @@ class Torch(Adapter):
         self.devices: dict[Any, Device] = {torch.device("cpu"): CPU}
         # The public way builds a Stream object, 8 us; the private one returns the handle.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        # Asked in every call; the public function is a wrapper around this one.
+        self.switch = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 
     def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
         try:
@@ -275,7 +277,7 @@ class Torch(Adapter):
 
     def deterministic(self) -> bool:
         # With warn_only too: that is for operators which have no such way.
-        return bool(self.torch.are_deterministic_algorithms_enabled())
+        return bool(self.switch())
 
 
 class JAX(Adapter):

@@ -55,7 +55,7 @@ def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) ->
 
 def as_framework_says(like: ArrayView) -> bool:
     """What `deterministic=None` means beside arrays like this one: whatever their framework has been asked for."""
-    adapter = ADAPTERS.get(arrays.native(like))
+    adapter = ADAPTERS.get(like.framework)
     return adapter is not None and adapter.deterministic()
 
 
