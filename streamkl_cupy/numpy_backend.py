@@ -52,7 +52,7 @@ SHORTEST_QUERY_TILE = 128
 REFERENCE_SLACK = 8.0
 
 # Keys that are looked at for a common part, at fractions i x the golden ratio of the tile, so that special keys at
-# equal distances are not more than a few of them. cuda_src/tile/common.cuh has the same rule.
+# equal distances are not more than a few of them. cuda_src/tile/common_part.cuh has the same rule.
 SAMPLED_KEYS = 8
 SAMPLED_AT = np.arange(SAMPLED_KEYS) * 0x9E3779B9 % 2**32
 

@@ -16,7 +16,7 @@
 #include "@mask"
 #include "@divergence"
 #include "tile/rows.cuh"
-#include "tile/common.cuh"
+#include "tile/common_part.cuh"
 
 using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
 using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;

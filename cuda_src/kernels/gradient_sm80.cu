@@ -19,7 +19,7 @@
 #include "@mask"
 #include "@divergence"
 #include "tile/terms.cuh"
-#include "tile/common.cuh"
+#include "tile/common_part.cuh"
 
 using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
 using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
