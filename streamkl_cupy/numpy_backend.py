@@ -143,10 +143,9 @@ def common_part(sample: Array) -> Array | None:
     of them leave the keys as they are.
     """
     ordered = np.sort(sample, axis=-2)  # NaN last
-    middle = ordered[..., 3:4, :]
-    spread = ordered[..., 6:7, :] - ordered[..., 1:2, :]
-    large = np.square(middle).sum(axis=-1, keepdims=True) > np.square(spread).sum(axis=-1, keepdims=True)
-    return np.where(large, middle, 0).astype(sample.dtype) if large.any() else None
+    middle, spread = ordered[..., 3, :], ordered[..., 6, :] - ordered[..., 1, :]
+    large = np.vecdot(middle, middle) > np.vecdot(spread, spread)
+    return np.where(large[..., None], middle, sample.dtype.type(0))[..., None, :] if large.any() else None
 
 
 def _group(problem: Problem) -> int:
@@ -260,12 +259,14 @@ class _Half:
     def _look(self, keys: Array, tile: _Tile) -> None:
         """Find what the keys of the block have in common, from those of its first tile that any row sees."""
         self._looked = True
-        seen = np.arange(keys.shape[2])
-        if tile.visible is not None:
+        if tile.visible is None:
+            sample = SAMPLED_AT * keys.shape[2] >> 32
+        else:
             seen = np.flatnonzero(tile.visible.any(axis=tuple(range(tile.visible.ndim - 1))))
-        if not len(seen):
-            return
-        self.common = common_part(keys[:, :, seen[SAMPLED_AT * len(seen) >> 32]])
+            if not len(seen):
+                return
+            sample = seen[SAMPLED_AT * len(seen) >> 32]
+        self.common = common_part(keys[:, :, sample])
         if self.common is not None:
             rows = np.matmul(self._fold(self.q), self.common.swapaxes(-1, -2))
             self.offset = self.scale * LOG2E * rows.reshape(self.q.shape[:3])
