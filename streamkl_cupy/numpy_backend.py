@@ -9,6 +9,10 @@ Row state, with references r (a logit each row has seen), u = T - r_t and v = S 
 
     l_t = sum 2^u     l_s = sum 2^v     A = sum 2^u (u - v)     KL = ln2 (A / l_t + log2(l_s / l_t))
 
+A vector added to all keys of a head changes no probability, but it is rounded with every logit, and a query gradient
+gets it as often as its logit gradients fail to add up to 0. Where keys share a large part, `common_part` finds it and
+the block takes it from its keys as it reads them.
+
 Memory beyond inputs and outputs is one block's scratch (below 10 MB for D = 64). Key gradients of 16-bit inputs are
 summed in float32 before they are rounded, which adds the float32 key gradients of one group of heads.
 """
@@ -46,6 +50,11 @@ SHORTEST_QUERY_TILE = 128
 # A reference is replaced only when a logit exceeds it by this much (base 2), so most tiles move no row state. The
 # sums stay far from the float32 limit, and the last subtraction cancels at most this much.
 REFERENCE_SLACK = 8.0
+
+# Keys that are looked at for a common part, at fractions i x the golden ratio of the tile, so that special keys at
+# equal distances are not more than a few of them. cuda_src/tile/common_part.cuh has the same rule.
+SAMPLED_KEYS = 8
+SAMPLED_AT = np.arange(SAMPLED_KEYS) * 0x9E3779B9 % 2**32
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,19 @@ def narrow(x: Array, dtype: np.dtype[Any]) -> Array:
     # Adding the last kept bit to half a unit rounds ties to even. A NaN must not be carried over into infinity.
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+def common_part(sample: Array) -> Array | None:
+    """A vector near all keys of a head, (..., 1, D), from a few of them (..., SAMPLED_KEYS, D); 0 where there is none.
+
+    None where no head has one, which is the usual case. It is their median where that is longer than the distance
+    between the second smallest and the second largest, so one or two outliers, NaN included, decide nothing, and more
+    of them leave the keys as they are.
+    """
+    ordered = np.sort(sample, axis=-2)  # NaN last
+    middle, spread = ordered[..., 3, :], ordered[..., 6, :] - ordered[..., 1, :]
+    large = np.vecdot(middle, middle) > np.vecdot(spread, spread)
+    return np.where(large[..., None], middle, sample.dtype.type(0))[..., None, :] if large.any() else None
 
 
 def _group(problem: Problem) -> int:
@@ -205,6 +227,10 @@ class _Half:
         rows = views[f"{name}_q"][at.b, at.h, at.q]
         self.q = widen(rows, scratch(f"{name}_q", rows.shape))
         self.keys = self.q
+        self.common: Array | None = None
+        self.offset: Array | float = 0.0
+        """What a row's logits lack in base 2, (b, h, m): the query times the common part of the keys."""
+        self._looked = False
         self.bad_rows = _not_finite(self.q)
 
     def _fold(self, x: Array) -> Array:
@@ -213,11 +239,15 @@ class _Half:
         return x.reshape(b, hk, x.shape[1] // hk * x.shape[2], x.shape[3])
 
     def logits(self, tile: _Tile, buffer: str) -> Array:
-        """Read a tile of keys and return its base-2 logits (b, h, m, n), -inf where not visible."""
+        """Read a tile of keys and return its base-2 logits (b, h, m, n) less `offset`, -inf where not visible."""
         k: Array = self._all_keys[:, :, tile.k]
         # BLAS takes rows at any distance, as long as a row itself is dense and of the working type.
         if k.dtype != self.q.dtype or k.strides[-1] != k.itemsize or k.strides[-2] < k.itemsize * k.shape[-1]:
             k = widen(k, self.scratch(f"{self.name}_k", k.shape))
+        if not self._looked:
+            self._look(k, tile)
+        if self.common is not None:
+            k = np.subtract(k, self.common, out=self.scratch(f"{self.name}_k", k.shape))
         self.keys = k
         out = self.scratch(buffer, (*self.q.shape[:3], k.shape[2]))
         np.matmul(self._fold(self.q), k.swapaxes(-1, -2), out=self._fold(out))
@@ -225,6 +255,21 @@ class _Half:
         if tile.visible is not None:
             np.copyto(out, -np.inf, where=~tile.visible)
         return out
+
+    def _look(self, keys: Array, tile: _Tile) -> None:
+        """Find what the keys of the block have in common, from those of its first tile that any row sees."""
+        self._looked = True
+        if tile.visible is None:
+            sample = SAMPLED_AT * keys.shape[2] >> 32
+        else:
+            seen = np.flatnonzero(tile.visible.any(axis=tuple(range(tile.visible.ndim - 1))))
+            if not len(seen):
+                return
+            sample = seen[SAMPLED_AT * len(seen) >> 32]
+        self.common = common_part(keys[:, :, sample])
+        if self.common is not None:
+            rows = np.matmul(self._fold(self.q), self.common.swapaxes(-1, -2))
+            self.offset = self.scale * LOG2E * rows.reshape(self.q.shape[:3])
 
     def clean(self, d_logits: Array, tile: _Tile) -> None:
         """Keep NaN and Inf of the inputs where they belong before `d_logits` meets the inputs again.
@@ -285,15 +330,16 @@ class _State:
             self.l_s = np.where(self.seen, np.exp2(-d_s) * self.l_s, 0)
         self.seen |= seen
 
-    def finish(self) -> tuple[Array, Array, Array]:
-        """KL in nats and both natural log-sum-exps.
+    def finish(self, offset_t: Array | float, offset_s: Array | float) -> tuple[Array, Array, Array]:
+        """KL in nats and both natural log-sum-exps, of logits that lack so much in base 2.
 
         All three are NaN for a row that saw NaN or Inf on either side: KL could be infinite and a log-sum-exp finite,
         and a backward from that would be silent.
         """
         kl = LN2 * (self.A / self.l_t + np.log2(self.l_s / self.l_t))
         lse_t, lse_s = LN2 * self.r_t + np.log(self.l_t), LN2 * self.r_s + np.log(self.l_s)
-        fine = np.isfinite(kl)
+        lse_t, lse_s = lse_t + LN2 * offset_t, lse_s + LN2 * offset_s
+        fine = np.isfinite(kl) & np.isfinite(lse_t) & np.isfinite(lse_s)
 
         def settled(x: Array, empty: float) -> Array:
             return np.where(self.seen, np.where(fine, x, np.nan), empty)
@@ -489,7 +535,7 @@ class Runner:
             state.A += np.vecdot(u, difference)
             state.l_t += np.matmul(u, ones)[..., 0]
             state.l_s += np.matmul(v, ones)[..., 0]
-        return state.finish()
+        return state.finish(teacher.offset, student.offset)
 
     def _block_backward(
         self,
@@ -510,8 +556,8 @@ class Runner:
             saved["kl"] = self._block_forward(views, place, at, scratch)[0]
         # -inf marks a row without keys: not a number to subtract, and the row weighs nothing whatever memory holds.
         empty = np.isneginf(saved["teacher_lse"])
-        lse_t, lse_s = (np.where(empty, 0, saved[x])[..., None] * LOG2E for x in ("teacher_lse", "student_lse"))
-        kl = saved["kl"][..., None] * LOG2E if teacher in wanted else lse_t
+        kl = saved["kl"][..., None] * LOG2E if teacher in wanted else None
+        lses: list[Array] = []
         # Upstream gradient and scale weigh whole rows, so they multiply the m x D side of each product, not the m x n
         # one. The teacher's logit gradient below is in base 2, which is one more factor.
         weight = {half.name: np.where(empty, 0, saved["grad"]) * half.scale for half in wanted}
@@ -521,16 +567,20 @@ class Runner:
         weighted_q = {half.name: half.weighted(weight[half.name]) for half in wanted if f"{half.name}_k" in grads}
         for tile in self._tiles(place, at):
             u, v = teacher.logits(tile, "u"), student.logits(tile, "v")
-            u -= lse_t
-            v -= lse_s
+            # What the logits lack is known with the first tile.
+            lses = lses or [
+                np.where(empty, 0, saved[f"{half.name}_lse"] * LOG2E - half.offset)[..., None] for half in halves
+            ]
+            u -= lses[0]
+            v -= lses[1]
             d_logits = {"student": v}
-            if teacher in wanted:
+            if kl is not None:
                 d_logits["teacher"] = d = np.subtract(u, v, out=scratch("difference", u.shape))
                 d -= kl
                 if tile.visible is not None:
                     np.copyto(d, 0, where=~tile.visible)
             np.exp2(u, out=u)
-            if teacher in wanted:
+            if kl is not None:
                 d_logits["teacher"] *= u
             if student in wanted:
                 np.exp2(v, out=v)

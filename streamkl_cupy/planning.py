@@ -216,7 +216,7 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         plan,
         problem=problem,
         forward=forward,
-        combine=_combine(forward, rows),
+        combine=_combine(Work(problem, "forward"), forward, rows),
         workspace_bytes=plan.mask_bytes + 4 * DIVERGENCES["kl"].state_floats * splits * rows,
     )
 
@@ -420,11 +420,12 @@ def _splits(blocks: int, key_tiles: int, facts: DeviceFacts) -> int:
     return next(shares for shares in range(1, most + 1) if filled(shares) >= 0.85 * best)
 
 
-def _combine(forward: KernelPlan, rows: int) -> KernelPlan:
+def _combine(work: Work, forward: KernelPlan, rows: int) -> KernelPlan:
     """The kernel that joins the shares of `forward`, a thread to a row."""
     threads = 128
     arch = forward.arch.rstrip("a")
-    constants = {"SKL_ARGS_BYTES": ARGS_BYTES["forward"], "SKL_THREADS": threads}
+    # Only float32 keys have parts in common taken from them, and log-sum-exps to give those back to.
+    constants = {"SKL_ARGS_BYTES": ARGS_BYTES["forward"], "SKL_HAS_OFFSETS": int(work.float32), "SKL_THREADS": threads}
     return replace(
         forward,
         name="combine",

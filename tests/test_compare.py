@@ -157,15 +157,47 @@ def test_log_sum_exps() -> None:
             compare.check_lse("lse", [1.0, empty, 300.0], e, largest)
 
 
-def test_calibration_follows_the_plain_computation(problem: Any) -> None:
+def test_calibration_follows_the_plain_computation(problem: Any, rng: Any) -> None:
+    e = problem[1].kl
+    one = 1e-5 * rng.uniform(0.1, 1, e.shape)
+    noise = one * rng.standard_normal(e.shape)
+    noise /= np.sqrt((noise**2 / one**2).mean())
+    # 3 roundings of a plain one allow 2 x 3 + 1, whoever's signs and places these are.
+    for factor in (6.9, -6.9):
+        compare.check_calibrated("kl", e + factor * noise[:, ::-1] * one / one[:, ::-1], e, e + 3 * noise, one)
+    with pytest.raises(AssertionError, match=r"errors of 7\.1 roundings .* more than twice the 3 of a plain"):
+        compare.check_calibrated("kl", e + 7.1 * noise, e, e + 3 * noise, one)
+    single = e.copy()
+    single[0, 1, 7] += 69 * one[0, 1, 7]
+    compare.check_calibrated("kl", single, e, e + 3 * noise, one)
+    single[0, 1, 7] += 2 * one[0, 1, 7]
+    with pytest.raises(AssertionError, match=r"an error of 71 roundings where 7 are .* worst at \(0, 1, 7\)"):
+        compare.check_calibrated("kl", single, e, e + 3 * noise, one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("i", range(4))
+def test_gradients_just_beyond_a_plain_computation(problem: Any, rng: Any, dtype: str, i: int) -> None:
+    """Noise of the plain one's size passes; above twice that, and a rounding, it is caught, by whichever check."""
+    case, _, grad, gradients = problem
+    truth = gradients.value[i]
+    plain = reference.plain(grad, *case.arrays, dtypes=(dtype, dtype), **case.options)[1][i]
+    one = 2.0 ** {"bfloat16": -8, "float16": -11, "float32": -24}[dtype] * (np.abs(truth) + gradients.noise[i])
+    one += 2.0**-24 * gradients.magnitude[i]
+    noise = one * rng.standard_normal(truth.shape)
+    counts = one > 0
+    theirs = np.sqrt((((plain - truth)[counts] / one[counts]) ** 2).mean())
+    check(truth + theirs * noise, gradients, dtype, i, plain=plain)
+    with pytest.raises(AssertionError):
+        check(truth + 1.2 * (2 * theirs + 1) * noise, gradients, dtype, i, plain=plain)
+
+
+def test_rows_just_beyond_a_plain_computation(problem: Any, rng: Any) -> None:
     rows = problem[1]
-    rng = np.random.default_rng(2)
-    plain = rows.kl + 1e-4 * rng.uniform(-1, 1, rows.kl.shape)
-    compare.check_calibrated("kl", rows.kl + 1.5e-4, rows.kl, plain, "float32")
-    with pytest.raises(AssertionError, match=r"worst error 0\.0003 is more than twice the 9\.\d+e-05 of a plain"):
-        compare.check_calibrated("kl", rows.kl + 3e-4, rows.kl, plain, "float32")
-    with pytest.raises(AssertionError, match="plain"):
-        compare.check_rows("kl", rows.kl + 1.5e-6, rows, plain=rows.kl)
+    one = 2.0**-24 * (1 + rows.kl + rows.condition)
+    compare.check_rows("kl", rows.kl + 0.9 * one * rng.choice([-1, 1], one.shape), rows, plain=rows.kl)
+    with pytest.raises(AssertionError, match="roundings"):
+        compare.check_rows("kl", rows.kl + 1.1 * one * rng.choice([-1, 1], one.shape), rows, plain=rows.kl)
 
 
 def test_same_bits() -> None:

@@ -16,6 +16,14 @@ extern "C" __global__ void __launch_bounds__(SKL_THREADS) streamkl_combine(const
     for (int split = 1; split < n.splits; ++split) state.merge(RowState::load(from + split * rows, n.splits * rows));
     const int r = static_cast<int>(index % n.queries), pair = static_cast<int>(index / n.queries);
     const int b = pair / n.heads, h = pair % n.heads;
-    state.finish(args.value.at(b, h)[r * args.value.row], args.teacher_lse.at(b, h)[r * args.teacher_lse.row],
-                 args.student_lse.at(b, h)[r * args.student_lse.row]);
+    float& value = args.value.at(b, h)[r * args.value.row];
+    float& lse_t = args.teacher_lse.at(b, h)[r * args.teacher_lse.row];
+    float& lse_s = args.student_lse.at(b, h)[r * args.student_lse.row];
+    if constexpr (SKL_HAS_OFFSETS) {  // what the logits lacked lies where the log-sum-exps go
+        const float offset_t = lse_t, offset_s = lse_s;
+        state.finish(value, lse_t, lse_s);
+        add_offsets(value, lse_t, lse_s, offset_t, offset_s);
+    } else {
+        state.finish(value, lse_t, lse_s);
+    }
 }

@@ -16,6 +16,7 @@
 #include "@mask"
 #include "@divergence"
 #include "tile/rows.cuh"
+#include "tile/common_part.cuh"
 
 using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
 using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
@@ -24,8 +25,27 @@ constexpr int kTiles = kColumns / 8;
 constexpr int kQueryBytes = TeacherTile::bytes(kRows) + StudentTile::bytes(kRows);
 constexpr int kStageBytes = TeacherTile::bytes(kColumns) + StudentTile::bytes(kColumns);
 
+using TeacherCommon = CommonPart<TeacherTile>;
+using StudentCommon = CommonPart<StudentTile>;
+constexpr bool kCommon = TeacherCommon::kPossible || StudentCommon::kPossible;
+constexpr int kCommonBytes = TeacherCommon::kBytes + StudentCommon::kBytes;
+
 static_assert(sizeof(ForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and ForwardArgs differ");
-static_assert(kQueryBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
+static_assert(kQueryBytes + kStages * kStageBytes + kCommonBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
+
+// What the logits of a row lack of the common parts, which all lanes of a row must ask for together.
+struct Offsets {
+    static constexpr bool kAny = true;
+    TeacherTile tq;
+    StudentTile sq;
+    TeacherCommon common_t;
+    StudentCommon common_s;
+    int row;
+    float ct, cs;
+    __device__ float2 operator()(int below) const {
+        return make_float2(ct * common_t.times(tq, row + below), cs * common_s.times(sq, row + below));
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ ForwardArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -37,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, place.queries);
     if (Mask::kRagged && first_row >= place.queries) return;
     const Range rows{first_row, end_row}, keys = mask.keys_of(first_row, end_row);
-    Cursor<Mask> at(mask, rows, split_of(mask.steps_of(first_row, covering(keys, kColumns)), block, n)), ahead = at;
+    const Range steps = mask.steps_of(first_row, covering(keys, kColumns));
+    Cursor<Mask> at(mask, rows, split_of(steps, block, n)), ahead = at;
 
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile tq{base};
@@ -63,6 +84,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         cp_async_commit();
     }
 
+    TeacherCommon common_t{base + kQueryBytes + kStages * kStageBytes};
+    StudentCommon common_s{common_t.vector + TeacherCommon::kBytes};
+    if constexpr (kCommon) {
+        const KeySample sample(Cursor<Mask>(mask, rows, steps), keys);
+        common_t.find(tk_view, sample);
+        common_s.find(sk_view, sample);
+        __syncthreads();
+    }
+    const auto leave_common = [&](int stage) {
+        common_t.template leave<kColumns>(teacher_keys(stage));
+        common_s.template leave<kColumns>(student_keys(stage));
+    };
+
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
     const int row = first_row + warp_row + lane / 4;
     RowState state[kLaneRows];
@@ -75,9 +109,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             fetch(i);
             cp_async_commit();
             cp_async_wait<0>();
+            leave_common(0);
             __syncthreads();
         } else {
             cp_async_wait<kStages - 2>();
+            leave_common(i % kStages);
             __syncthreads();
             if (ahead.more()) fetch(i + kStages - 1);
             cp_async_commit();
@@ -88,5 +124,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         scores<kTiles>(s, sq, warp_row, student_keys(stage));
         absorb_tile<kTiles>(state, t, s, at.mask, row, at.full(first_row, end_row), key, args.teacher_scale, args.student_scale);
     }
-    write_rows(args, block, place, state, row);
+    if constexpr (kCommon) {
+        cp_async_wait<0>();  // a share without tiles has not waited for its queries
+        __syncthreads();
+        write_rows(args, block, place, state, row, Offsets{tq, sq, common_t, common_s, warp_row + lane / 4, args.teacher_scale, args.student_scale});
+    } else {
+        write_rows(args, block, place, state, row);
+    }
 }

@@ -19,6 +19,7 @@
 #include "@mask"
 #include "@divergence"
 #include "tile/terms.cuh"
+#include "tile/common_part.cuh"
 
 using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
 using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
@@ -39,8 +40,12 @@ constexpr int kTileBytes = TeacherTile::bytes(kColumns) + StudentTile::bytes(kCo
 constexpr int kVectors = kRowsAreQueries ? 0 : Logit::kNeedsValue ? 4 : 3;  // per streamed query: two LSEs, g, the value
 constexpr int kStageBytes = kTileBytes + kVectors * kColumns * 4;
 
+// Of the side that is differentiated, whose keys the gradient adds up; registers are dear, and the other side's logits know
+// no less without it than the log-sum-exp that they meet.
+using Common = CommonPart<OutTile>;
+
 static_assert(sizeof(GradientArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and GradientArgs differ");
-static_assert(kRowBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
+static_assert(kRowBytes + kStages * kStageBytes + Common::kBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 // Whether streamed query j sees any key: no other one has an infinite log-sum-exp, and then its memory may hold anything.
 __device__ inline bool counts(u32 vectors, int j) {
@@ -149,6 +154,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const auto columns_t = [&](int i) { return TeacherTile{stage_base(i)}; };
     const auto columns_s = [&](int i) { return StudentTile{stage_base(i) + TeacherTile::bytes(kColumns)}; };
 
+    const OutTile own_rows{kSide == kTeacher ? rows_t.base : rows_s.base};
+    const auto own_columns = [&](int i) { return OutTile{kSide == kTeacher ? columns_t(i).base : columns_s(i).base}; };
+
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
     const int row = first_row + warp_row + lane / 4;
     const float ct = args.teacher_scale, cs = args.student_scale;
@@ -162,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         const Mask mask(n, place, block.batch, head);
         const Range columns = kRowsAreQueries ? mask.keys_of(first_row, end_row) : mask.queries_of(first_row, end_row);
         Cursor<Mask> at(mask, rows, mask.steps_of(first_row, covering(columns, kColumns))), ahead = at;
+        Common common{base + kRowBytes + kStages * kStageBytes};
         const HeadView queries_t = head_view<TeacherTile>(args.in.teacher_q, block.batch, head, place.first_query);
         const HeadView queries_s = head_view<StudentTile>(args.in.student_q, block.batch, head, place.first_query);
         const HeadView keys_t = head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group, place.first_key);
@@ -212,15 +221,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
                     terms[m][half] = read_terms<Logit>(args, mask, block.batch, head, row + 16 * m + 8 * half);
                 }
         }
+        if constexpr (Common::kPossible) {
+            common.find(kSide == kTeacher ? keys_t : keys_s, KeySample(at, columns));
+            cp_async_wait<kStages - 1>();  // the queries
+            __syncthreads();
+#pragma unroll
+            for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int r = warp_row + lane / 4 + 16 * m + 8 * half;
+                    float& lse = kSide == kTeacher ? terms[m][half].lse_t : terms[m][half].lse_s;
+                    lse = fmaf(kSide == kTeacher ? -ct : -cs, common.times(own_rows, r), lse);
+                }
+        }
         for (int i = 0; at.more(); ++i, at.next()) {
             if constexpr (kStages == 1) {
                 __syncthreads();
                 fetch(i);
                 cp_async_commit();
                 cp_async_wait<0>();
+                common.template leave<kColumns>(own_columns(i));
                 __syncthreads();
             } else {
                 cp_async_wait<kStages - 2>();
+                common.template leave<kColumns>(own_columns(i));
                 __syncthreads();
                 if (ahead.more()) fetch(i + kStages - 1);
                 cp_async_commit();
@@ -261,16 +285,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             else
                 logit_gradients<true>(t, s, terms, vectors, lift, at.mask, row, first_column, ct, cs);
 
-            const OutTile streamed = [&] {
-                if constexpr (kSide == kTeacher) return columns_t(i);
-                else return columns_s(i);
-            }();
             FragmentA<OutTile::kCode> a[kTiles / 2][kWarpTiles];
 #pragma unroll
             for (int k = 0; k < kTiles / 2; ++k)
 #pragma unroll
                 for (int m = 0; m < kWarpTiles; ++m) accumulators_to_a<OutTile::kCode>(a[k][m], t[m][2 * k], t[m][2 * k + 1]);
-            accumulate(out, a, streamed);
+            accumulate(out, a, own_columns(i));
         }
     }
 

@@ -37,6 +37,16 @@ __device__ inline void gather_chunk(u32 shared, u64 source, i64 stride, int coun
     }
 }
 
+// How load_rows spreads the threads over a tile: a grid of rows x chunks of 16 bytes, in which each keeps its column.
+struct Grid {
+    int chunks, across, down;  // chunks of a row; threads side by side; rows at a time
+};
+template <class T>
+__device__ constexpr Grid grid_of() {
+    constexpr int chunks = T::kDepth * T::E::kBytes / 16, across = chunks < kThreads ? chunks : kThreads;
+    return {chunks, across, kThreads / across};
+}
+
 // What load_rows asks of every row where the interval says all.
 struct Everything {
     __device__ bool operator()(int) const { return true; }
@@ -46,12 +56,11 @@ struct Everything {
 // adjacent and its rows start on 16-byte boundaries: asynchronous 16-byte copies, part of the thread's current group.
 // Otherwise plain element loads, complete when the function returns. A barrier must follow before the tile is read.
 //
-// Threads stand in a grid of rows x chunks, so that each keeps its column: one 64-bit product per tile finds a thread's
-// first source, and additions find the rest. The trip counts are constants, and up to AT_ONCE rows of a thread are unrolled.
+// As each thread keeps its column, one 64-bit product per tile finds its first source, and additions find the rest. The trip counts are constants, and up to AT_ONCE rows of a thread are unrolled.
 template <int ROWS, bool VECTOR, int AT_ONCE = 16, class T, class Wanted = Everything>
 __device__ inline void load_rows(T tile, const HeadView& x, int first, Range valid, Wanted wanted = {}) {
-    constexpr int per_chunk = 16 / T::E::kBytes, chunks = T::kDepth / per_chunk;
-    constexpr int across = chunks < kThreads ? chunks : kThreads, down = kThreads / across;
+    constexpr int per_chunk = 16 / T::E::kBytes;
+    constexpr int chunks = grid_of<T>().chunks, across = grid_of<T>().across, down = grid_of<T>().down;
     const int thread_row = threadIdx.x / across;
     const u32 begin = static_cast<u32>(valid.begin - first), rows_inside = static_cast<u32>(valid.end - valid.begin);
 #pragma unroll 1

@@ -2,6 +2,7 @@
 // included its mask and its divergence before.
 #pragma once
 #include "common/args.cuh"
+#include "common/math.cuh"
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
 
@@ -43,8 +44,18 @@ __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t
     __syncwarp();  // lanes whose references moved took longer; the matrix instructions want all of them
 }
 
-// Merges the four lanes of each row and writes what they know: results, or the state where keys are split.
-__device__ inline void write_rows(const ForwardArgs& args, const Block& block, const Place& place, RowState (&state)[kLaneRows], int row) {
+// What the logits of a row lack, in base 2 and of both sides: nothing, unless a kernel says otherwise.
+struct NoOffsets {
+    static constexpr bool kAny = false;
+    __device__ float2 operator()(int) const { return make_float2(0.f, 0.f); }
+};
+
+// Merges the four lanes of each row and writes what they know: results, or the state where keys are split. `offsets` says what
+// the logits lack of the row so many below the lane's first. The first share leaves that where the log-sum-exps will be, for
+// combine.cu: in the states it would be rounded with the references, and the value hangs on their differences.
+template <class Offsets = NoOffsets>
+__device__ inline void write_rows(const ForwardArgs& args, const Block& block, const Place& place, RowState (&state)[kLaneRows], int row,
+                                  const Offsets& offsets = {}) {
     const Extents& n = args.n;
     float* const value = args.value.at(block.batch, block.head, place.first_query);
     float* const lse_t = args.teacher_lse.at(block.batch, block.head, place.first_query);
@@ -55,10 +66,17 @@ __device__ inline void write_rows(const ForwardArgs& args, const Block& block, c
         x.merge(x.shuffle(1));
         x.merge(x.shuffle(2));
         const int r = row + 16 * (i / 2) + 8 * (i % 2);
+        const float2 offset = offsets(r - row);
         if ((lane_id() & 3) != 0 || r >= place.queries) continue;
         if (n.splits == 1) {
             x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
+            if constexpr (Offsets::kAny)
+                add_offsets(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row], offset.x, offset.y);
         } else {
+            if (Offsets::kAny && block.split == 0) {
+                lse_t[r * args.teacher_lse.row] = offset.x;
+                lse_s[r * args.student_lse.row] = offset.y;
+            }
             const i64 rows = static_cast<i64>(n.batch) * n.heads * n.queries;
             const i64 index = (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + place.first_query + r;
             x.store(reinterpret_cast<float*>(args.workspace) + block.split * rows + index, n.splits * rows);

@@ -4,6 +4,8 @@ Shared memory of a row, bytes, with p(D) = round_up(D, 16) * element + 16 the pa
 
     forward    rows * (p(D_t) + p(D_s)) + stages * columns * (p(D_t) + p(D_s))
     gradient   the same, plus 12 or 16 bytes per streamed query when the keys are stationary
+    float32    where the keys are streamed, 4 bytes more per element of a key and 16 besides, for what all keys have in
+               common: of both sides in a forward, of its own in a gradient
 
 Registers per thread that hold scores: warp_tiles * columns (both sides together); output of a gradient:
 warp_tiles * D / 2. The limit is 255 per thread and 65,536 per multiprocessor.
@@ -96,7 +98,9 @@ class _Portable(Family):
 
     def smem_bytes(self, work: Work, tile: TileRow) -> int:
         pitch = sum(-(-side.dim // 16) * 16 * ELEMENT_BYTES[side.dtype] + 16 for side in work.sides)
-        return tile.rows * pitch + tile.stages * tile.columns * (pitch + 4 * work.row_vectors)
+        centred = () if work.rows_are_keys else work.sides if work.kind == "forward" else (work.side,)
+        common = sum(-(-side.dim // 16) * 64 + 16 for side in centred if side.dtype == "float32")
+        return tile.rows * pitch + tile.stages * tile.columns * (pitch + 4 * work.row_vectors) + common
 
     def threads(self, tile: TileRow) -> int:
         return tile.warps * 32
