@@ -843,7 +843,7 @@ def test_memory_of_patterns_is_bounded(op: Op, rng: Any) -> None:
         op.loss(*leaves, block_mask=pattern, reduction="sum").backward()
         if step >= 8:
             used.append(cupy.get_default_memory_pool().total_bytes())
-    assert max(used) == used[0]
+    assert max(used) <= 2 * used[0]  # patterns differ in size
 
 
 @pytest.mark.gpu

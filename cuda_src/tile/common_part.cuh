@@ -20,7 +20,8 @@ struct KeySample {
     bool seen[kSampled];
     bool enough;
 
-    // `at` is at the first of all tiles, `keys` the interval that the rows see. Lists are known a tile at a time.
+    // `at` is at the first of all tiles, `keys` the interval that the rows see. Lists are known a tile at a time. Where a key
+    // is hidden, the lanes of a warp look for the next one that is not; every warp finds the same.
     __device__ KeySample(const Cursor<Mask>& at, Range keys) {
         if (Mask::kListed) keys.meet({at.row(), at.row() + kColumns});
         const int count = keys.end - keys.begin;
@@ -29,7 +30,10 @@ struct KeySample {
 #pragma unroll
         for (int i = 0; i < kSampled; ++i) {
             key[i] = keys.begin + __umulhi(i * 0x9E3779B9u, static_cast<u32>(max(count, 0)));
-            seen[i] = enough && at.meets(at.rows.begin, at.rows.end, key[i]);
+            const int next = key[i] + lane_id();
+            const u32 visible = __ballot_sync(~0u, enough && next < keys.end && at.meets(at.rows.begin, at.rows.end, next));
+            seen[i] = visible != 0;
+            if (seen[i]) key[i] += __ffs(visible) - 1;
             found += seen[i];
         }
         enough = enough && 2 * found >= kSampled;

@@ -195,9 +195,18 @@ class Family(ABC):
         """Whether a block takes one portion of the work after the other, so that a launch needs few blocks."""
         return False
 
-    def fitting(self, work: Work, facts: DeviceFacts) -> list[TileRow]:
-        """The rows of the table that this work and this GPU allow."""
-        return [
+    def __init__(self) -> None:
+        self._fitting: dict[object, tuple[TileRow, ...]] = {}
+
+    def fitting(self, work: Work, facts: DeviceFacts) -> tuple[TileRow, ...]:
+        """The rows of the table that this work and this GPU allow, whatever the extents: found once for all of them."""
+        teacher, student = work.sides
+        key = (work.name, teacher.dim, student.dim, teacher.dtype, student.dtype, work.problem.mask.parts, facts)
+        found = self._fitting.get(key)
+        return found or self._fitting.setdefault(key, self._fits(work, facts))
+
+    def _fits(self, work: Work, facts: DeviceFacts) -> tuple[TileRow, ...]:
+        return tuple(
             row
             for row in self.table(work)
             if work.dim <= row.max_dim
@@ -206,7 +215,7 @@ class Family(ABC):
             and work.row_vectors <= row.max_vectors
             and facts.compute_capability < row.before
             and self.smem_bytes(work, row) <= facts.smem_per_block
-        ]
+        )
 
 
 def vector_loads(x: Operand) -> bool:
