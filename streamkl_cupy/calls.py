@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import threading
 from typing import Any, NamedTuple
 
-from . import arrays, validate
+from . import arrays, numpy_backend, validate
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
+from .locks import ForkLock
 from .problem import INPUT_NAMES, MASK_ARRAYS, Device, Options, Problem
 
 
@@ -26,7 +26,7 @@ LIMIT = 1024
 # does not matter share one. Reads take no lock, because a single dictionary operation is safe in every thread.
 _ready: dict[Any, Ready] = {}
 _runners: dict[Problem, Any] = {}
-_building = threading.RLock()
+_building = ForkLock()
 
 
 def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Ready:
@@ -49,7 +49,7 @@ def runner_for(problem: Problem) -> Any:
     """The one Runner of a problem."""
     runner = _runners.get(problem)
     if runner is None:
-        with _building:
+        with _building():
             runner = _runners.get(problem) or backend(problem.device).Runner(problem)
             _remember(_runners, problem, runner)
     return runner
@@ -57,7 +57,7 @@ def runner_for(problem: Problem) -> Any:
 
 def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
     """Bounded, oldest out first: a program with ever new shapes must not grow for ever."""
-    with _building:
+    with _building():
         while len(cache) >= LIMIT:
             del cache[next(iter(cache))]
         cache[key] = value
@@ -66,7 +66,7 @@ def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
 def backend(device: Device) -> Any:
     """The module whose Runner serves a device."""
     if device.kind == "cpu":
-        return importlib.import_module(".numpy_backend", __package__)
+        return numpy_backend
     arrays.cupy_module()
     return importlib.import_module(".launch", __package__)
 

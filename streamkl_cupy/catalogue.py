@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -23,6 +22,7 @@ from .errors import CompilerError
 from .planning import KernelPlan, facts_for_arch, make_plan
 from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from .source import flatten
+from .threads import usable_cores
 
 DIMS = (
     *((dim, dim) for dim in (16, 32, 64, 80, 96, 128, 160, 192, 256)),
@@ -221,11 +221,6 @@ def build(listed: Sequence[Entry], jobs: int | None = None, store: bool = False)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for future in as_completed([pool.submit(_build_one, entry, store) for entry in listed]):
             yield future.result()
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _build_one(entry: Entry, store: bool) -> Built:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..adapters import a_kind_of
+from ..locks import ForkLock
 from ..validate import flag, integer
 from .tiles import CELLS, MAX_PAIRS, UNIT, Axis, TileLists, frozen, tile_lists
 
@@ -40,7 +40,7 @@ class _Kept:
     """What a pattern keeps beside its value, and so beside the fields of the dataclass."""
 
     _lists: dict[tuple[int, int, bool], TileLists]
-    _lock: threading.Lock
+    _lock: ForkLock
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -108,7 +108,7 @@ class BlockPattern(_Kept):
             "query_blocks": frozen(query_blocks),
             "digest": digest,
             "_lists": {},
-            "_lock": threading.Lock(),
+            "_lock": ForkLock(),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -306,7 +306,7 @@ class BlockPattern(_Kept):
                 f"tiles of {rows} x {columns}; allowed are multiples of {UNIT} with a product up to {MAX_PAIRS}"
             )
         key = (rows, columns, flag("by_keys", by_keys))
-        with self._lock:
+        with self._lock():
             if key not in self._lists:
                 queries, keys = (self.queries, self.query_block), (self.keys, self.key_block)
                 if by_keys:
@@ -384,19 +384,19 @@ class BlockPattern(_Kept):
 
 # Equal patterns may come and go in any order, so all that are alive are kept track of, not the first or the last one.
 _alive: dict[str, list[weakref.ref[BlockPattern]]] = {}
-_alive_lock = threading.RLock()  # re-entered where a collection inside the lock ends the life of a pattern
+_alive_lock = ForkLock()  # re-entered where a collection inside the lock ends the life of a pattern
 
 
 def _register(pattern: BlockPattern) -> None:
     digest = pattern.digest
 
     def forget(reference: weakref.ref[BlockPattern]) -> None:
-        with _alive_lock:
+        with _alive_lock():
             _alive[digest].remove(reference)
             if not _alive[digest]:
                 del _alive[digest]
 
-    with _alive_lock:
+    with _alive_lock():
         _alive.setdefault(digest, []).append(weakref.ref(pattern, forget))
 
 
@@ -406,7 +406,7 @@ def pattern_of(digest: str) -> BlockPattern:
     Raises:
         RuntimeError: no such pattern is alive.
     """
-    with _alive_lock:
+    with _alive_lock():
         found = [pattern for reference in _alive.get(digest, ()) if (pattern := reference()) is not None]
     if not found:
         raise RuntimeError("the block_mask of a compiled program no longer exists; keep the BlockPattern alive with it")
