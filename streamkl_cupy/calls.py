@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from . import arrays, numpy_backend, validate
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
-from .locks import ForkLock
+from .errors import DriverError
+from .locks import ForkLock, generation
 from .problem import INPUT_NAMES, MASK_ARRAYS, Device, Options, Problem
 
 
@@ -27,11 +28,15 @@ LIMIT = 1024
 _ready: dict[Any, Ready] = {}
 _runners: dict[Problem, Any] = {}
 _building = ForkLock()
+_cuda_generation: int | None = None
+"""`locks.generation` of the process that used CUDA first."""
 
 
 def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Ready:
     """The checked form of a call, or the error that says what is wrong with it."""
     a, b, c, d = inputs
+    if d.device.kind == "cuda" and generation() != _cuda_generation:
+        _check_fork()
     # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
     key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], a.ptr & 15, b.ptr & 15, c.ptr & 15, d.ptr & 15, chosen)
     if masks is not None:
@@ -67,8 +72,21 @@ def backend(device: Device) -> Any:
     """The module whose Runner serves a device."""
     if device.kind == "cpu":
         return numpy_backend
+    _check_fork()
     arrays.cupy_module()
     return importlib.import_module(".launch", __package__)
+
+
+def _check_fork() -> None:
+    """Note who uses CUDA first, and refuse children forked after that: CUDA does not work there, or hangs."""
+    global _cuda_generation
+    if _cuda_generation is None:
+        _cuda_generation = generation()
+    elif _cuda_generation != generation():
+        raise DriverError(
+            "CUDA arrays in a process that was forked after its parent had used CUDA, where CUDA does not work; start "
+            'such processes with multiprocessing.get_context("spawn"), or use CUDA in the children only'
+        )
 
 
 def view_inputs(teacher_q: Any, teacher_k: Any, student_q: Any, student_k: Any) -> Inputs:

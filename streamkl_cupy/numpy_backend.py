@@ -24,7 +24,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,9 +50,12 @@ SHORTEST_QUERY_TILE = 128
 
 # For threads, blocks get shorter until there are a few for each, because whoever has the last one is waited for.
 BLOCKS_PER_THREAD = 2
-SHARED_QUERY_TILE, LEAST_QUERY_TILE = 256, 32
-# A thread takes 0.1 ms to start; so many scores take 0.3 ms.
-LEAST_SHARED_SCORES = 1 << 16
+SHARED_QUERY_TILE, LEAST_QUERY_TILE = 256, 16
+# Threads for less than this, 1.5 ms on one core, cost more than they save. Short sequences are mostly Python's work,
+# which threads cannot share.
+LEAST_SHARED_SCORES, LEAST_SHARED_SEQUENCE = 1 << 18, 1 << 14
+# OpenBLAS shares products of more multiplications than this between its threads.
+LEAST_SHARED_PRODUCT = 1 << 18
 
 # A reference is replaced only when a logit exceeds it by this much (base 2), so most tiles move no row state. The
 # sums stay far from the float32 limit, and the last subtraction cancels at most this much.
@@ -73,6 +76,8 @@ class NumPyPlan:
     keys: int
     blocks: int
     scratch_bytes: int
+    product: int
+    """Multiplications of the largest product that BLAS is given."""
     threads: int = 1
 
     def __str__(self) -> str:
@@ -108,8 +113,11 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
     rows = batches * heads * m
     blocks = -(-problem.batch // batches) * -(-problem.heads // heads) * -(-M // m)
     scratch = 3 * rows * n + 3 * rows * width + 2 * batches * heads * n * width
+    product = max(min(heads, x.group) * m * n * x.dim for x in (problem.teacher, problem.student))
     itemsize = np.dtype(problem.stat_dtype).itemsize
-    return NumPyPlan(problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize, max(min(threads, blocks), 1))
+    return NumPyPlan(
+        problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize, product, max(min(threads, blocks), 1)
+    )
 
 
 def _shared(heads: int, rows: int, threads: int) -> int:
@@ -355,6 +363,9 @@ class _Totals:
                 x[...] = narrow(self._sums[name], x.dtype)
 
 
+_Task = TypeVar("_Task")
+
+
 class _ForwardTask(NamedTuple):
     """One block of the forward, with what it reads and where its rows go."""
 
@@ -467,7 +478,7 @@ class Runner:
                 for out, x in zip(task.outputs, found, strict=True):
                     out[task.at] = x
 
-        Team(tasks(), count).run(work)
+        self._team(places, tasks(), count).run(work)
 
     def backward(
         self,
@@ -521,8 +532,11 @@ class Runner:
                 task.turn.reach(Turn.DONE)
                 task.group.done(team)
 
-        team = Team(tasks(), count)
+        team = self._team(places, tasks(), count)
         team.run(work)
+
+    def _team(self, places: list[_Place], tasks: Iterator[_Task], count: int) -> Team[_Task]:
+        return Team(tasks, count, any(place.plan.product > LEAST_SHARED_PRODUCT for place in places))
 
     def _views(self, arrays: Inputs | Gradients) -> dict[str, Array]:
         layout = self.problem.layout
@@ -552,7 +566,8 @@ class Runner:
             return [_Place(slice(0, p.queries), slice(0, p.keys), scene, plan)], plan.threads
         q_ends, k_ends = (list(itertools.pairwise(values[name].tolist())) for name in ("cu_seqlens_q", "cu_seqlens_k"))
         sizes = [(q[1] - q[0], k[1] - k[0]) for q, k in zip(q_ends, k_ends, strict=True)]
-        count = _threads(p.heads * sum(M * N for M, N in sizes))
+        scores = sum(M * N for M, N in sizes)
+        count = _threads(p.heads * scores) if scores >= LEAST_SHARED_SEQUENCE * len(sizes) else 1
         each = -(-count // max(len(sizes), 1))
         plans = {(M, N): make_plan(p, M, N, each) for M, N in set(sizes)}
         places = []

@@ -112,6 +112,7 @@ class _Held:
 
     def __init__(self) -> None:
         self.calls: set[object] = set()
+        self.helpers = 0
         self.before: list[tuple[Any, int]] = []
 
     def give_back(self) -> None:
@@ -127,6 +128,7 @@ _holding = ForkLock()
 
 def _after_fork_in_child() -> None:
     global _gate, _held
+    _gate.forks = 0  # for a call that goes on in the child
     held, _gate, _held = _held, _Gate(), _Held()
     if held.calls:  # they are not here to give it back
         held.give_back()
@@ -204,9 +206,10 @@ def quota() -> int:
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Hold BLAS to one thread, together with whoever else does."""
+def _one_thread_each(wanted: int = 0) -> Iterator[int]:
+    """Hold BLAS to one thread, together with whoever else does; gives how many of the threads wanted are to be had."""
     gate, held, me = _gate, _held, object()
+    helpers = 0
     try:
         with gate.inside(), _holding():
             if not held.calls:
@@ -214,9 +217,14 @@ def _one_thread_each() -> Iterator[None]:
             held.calls.add(me)
             for library, _ in held.before:
                 library.set_num_threads(1)
-        yield
+            if wanted:
+                # Calls at the same time share the cores. A result hangs on its plan, not on who computed what of it.
+                helpers = max(min(wanted, available() - len(held.calls) - held.helpers), 0)
+                held.helpers += helpers
+        yield helpers
     finally:
         with gate.inside(), _holding():
+            held.helpers -= helpers
             held.calls.discard(me)
             if not held.calls:
                 held.give_back()
@@ -231,11 +239,13 @@ class Team(Generic[T]):
 
     Args:
         tasks: What there is to do; asked for the next one by whichever thread is free.
-        size: How many threads there are, the caller's among them.
+        size: How many threads are to share them, the caller's among them.
+        hold: Whether BLAS would use threads of its own, and so is held to one.
     """
 
-    def __init__(self, tasks: Iterator[T], size: int) -> None:
+    def __init__(self, tasks: Iterator[T], size: int, hold: bool) -> None:
         self.size = size
+        self._hold = hold or size > 1
         self.lock = threading.RLock()
         self._tasks = tasks
         self._changed = threading.Condition(self.lock) if size > 1 else None
@@ -249,16 +259,16 @@ class Team(Generic[T]):
 
         `work` iterates over the team, which hands every task to one thread.
         """
-        if self.size == 1:
-            self._share(work)
+        if self._hold:
+            with _one_thread_each(self.size - 1) as helpers:
+                self._run(work, helpers)
         else:
-            with _one_thread_each():
-                self._run_together(work)
+            self._run(work, 0)
 
-    def _run_together(self, work: Callable[[Team[T]], None]) -> None:
+    def _run(self, work: Callable[[Team[T]], None], helpers: int) -> None:
         others: list[threading.Thread] = []
         try:
-            for number in range(1, self.size):
+            for number in range(1, helpers + 1):
                 other = threading.Thread(target=self._help, args=(work,), name=f"streamkl_cupy-{number}")
                 try:
                     other.start()
@@ -267,7 +277,7 @@ class Team(Generic[T]):
                 others.append(other)
             self._share(work)
         except Stopped:
-            pass  # the reason is raised below
+            pass  # of what another thread raised, and this one raises below
         except BaseException:
             self._stop(None)
             raise
@@ -275,7 +285,8 @@ class Team(Generic[T]):
             for other in others:
                 while other.is_alive():
                     other.join(PATIENCE)
-        self._check_forked()
+        if others:
+            self._check_forked()
         if self._error is not None:
             raise self._error
 
