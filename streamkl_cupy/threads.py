@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -107,13 +108,33 @@ class _Gate:
             self._changed.notify_all()
 
 
+class _Library:
+    """A BLAS library whose number of threads any thread may set.
+
+    threadpoolctl lets one thread of a process set OpenBLAS's and ignores all others, so that they do not fight. Here
+    they take turns, and the number is given back, so OpenBLAS is asked itself.
+    """
+
+    def __init__(self, controller: Any) -> None:
+        self._controller = controller
+        self.set_num_threads: Callable[[int], Any] = controller.set_num_threads
+        if controller.internal_api == "openblas":
+            for prefix, suffix in product(("", "scipy_"), ("", "64_", "_64")):
+                name = f"{prefix}openblas_set_num_threads{suffix}"
+                self.set_num_threads = getattr(controller.dynlib, name, self.set_num_threads)
+
+    @property
+    def num_threads(self) -> int:
+        return int(self._controller.num_threads or 0)
+
+
 class _Held:
     """The calls that hold BLAS to one thread now, and what it had before."""
 
     def __init__(self) -> None:
         self.calls: set[object] = set()
         self.helpers = 0
-        self.before: list[tuple[Any, int]] = []
+        self.before: list[tuple[_Library, int]] = []
 
     def give_back(self) -> None:
         for library, count in self.before:
@@ -143,7 +164,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @cache
-def _libraries() -> tuple[Any, ...]:
+def _libraries() -> tuple[_Library, ...]:
     """What holds NumPy's BLAS to a number of threads; nothing where that cannot be done in every thread."""
     if threadpoolctl is None:
         return ()
@@ -159,7 +180,7 @@ def _libraries() -> tuple[Any, ...]:
     # Over OpenMP, OpenBLAS takes the number of the thread that calls, and threads start with their own.
     if any(x.internal_api == "openblas" and getattr(x, "threading_layer", "") == "openmp" for x in chosen):
         return ()
-    return tuple(x for x in chosen if x.num_threads)
+    return tuple(_Library(x) for x in chosen if x.num_threads)
 
 
 def _build_name() -> str:
