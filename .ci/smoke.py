@@ -1,4 +1,4 @@
-"""Judge an installed wheel: `python smoke.py PROJECT`, run where only the wheel and NumPy are installed.
+"""Judge an installed wheel: `python smoke.py PROJECT`, run where only the wheel and what it requires are installed.
 
 Every CUDA source of the project must have arrived unchanged, the package must be typed, and it must compute without
 any of the optional packages.

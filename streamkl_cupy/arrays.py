@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import operator
-import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import prod
@@ -29,6 +28,7 @@ from .adapters import (
     dtype_label,
     refused_dtype,
 )
+from .locks import ForkLock
 from .problem import Device, compact_strides
 
 __all__ = [
@@ -249,7 +249,7 @@ def _guest(view: ArrayView) -> Any:
 
 
 _lent: list[tuple[Any, list[ArrayView]]] = []
-_lent_lock = threading.Lock()
+_lent_lock = ForkLock()
 
 
 def hold(views: tuple[ArrayView | None, ...]) -> None:
@@ -264,7 +264,7 @@ def hold(views: tuple[ArrayView | None, ...]) -> None:
     with on_device(borrowed[0]):
         event = cupy.cuda.Event(disable_timing=True)
         event.record(cupy.cuda.get_current_stream())
-    with _lent_lock:
+    with _lent_lock():
         _lent[:] = [entry for entry in _lent if not entry[0].done]
         _lent.append((event, borrowed))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import threading
 from typing import Any, NamedTuple
 
-from . import arrays, hints, validate
+from . import arrays, hints, numpy_backend, validate
 from .adapters import ADAPTERS
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
+from .errors import DriverError
+from .locks import ForkLock, generation
 from .problem import INPUT_NAMES, MASK_ARRAYS, Device, Options, Problem
 
 
@@ -27,12 +28,16 @@ LIMIT = 1024
 # does not matter share one. Reads take no lock, because a single dictionary operation is safe in every thread.
 _ready: dict[Any, Ready] = {}
 _runners: dict[Problem, Any] = {}
-_building = threading.RLock()
+_building = ForkLock()
+_cuda_generation: int | None = None
+"""`locks.generation` of the process that used CUDA first."""
 
 
 def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Ready:
     """The checked form of a call, or the error that says what is wrong with it."""
     a, b, c, d = inputs
+    if d.device.kind == "cuda" and generation() != _cuda_generation:
+        _check_fork()
     deterministic = chosen.deterministic
     if deterministic is None:
         deterministic = as_framework_says(c)
@@ -63,7 +68,7 @@ def runner_for(problem: Problem) -> Any:
     """The one Runner of a problem."""
     runner = _runners.get(problem)
     if runner is None:
-        with _building:
+        with _building():
             runner = _runners.get(problem) or backend(problem.device).Runner(problem)
             _remember(_runners, problem, runner, problem)
     return runner
@@ -71,7 +76,7 @@ def runner_for(problem: Problem) -> Any:
 
 def _remember(cache: dict[Any, Any], key: Any, value: Any, problem: Problem) -> None:
     """Bounded, oldest out first: a program with ever new shapes must not grow for ever."""
-    with _building:
+    with _building():
         while len(cache) >= LIMIT:
             cache.pop(next(iter(cache)), None)
         cache[key] = value
@@ -97,9 +102,22 @@ def _forget(digest: str) -> None:
 def backend(device: Device) -> Any:
     """The module whose Runner serves a device."""
     if device.kind == "cpu":
-        return importlib.import_module(".numpy_backend", __package__)
+        return numpy_backend
+    _check_fork()
     arrays.cupy_module()
     return importlib.import_module(".launch", __package__)
+
+
+def _check_fork() -> None:
+    """Note who uses CUDA first, and refuse children forked after that: CUDA does not work there, or hangs."""
+    global _cuda_generation
+    if _cuda_generation is None:
+        _cuda_generation = generation()
+    elif _cuda_generation != generation():
+        raise DriverError(
+            "CUDA arrays in a process that was forked after its parent had used CUDA, where CUDA does not work; start "
+            'such processes with multiprocessing.get_context("spawn"), or use CUDA in the children only'
+        )
 
 
 def view_inputs(teacher_q: Any, teacher_k: Any, student_q: Any, student_k: Any) -> Inputs:

@@ -30,6 +30,7 @@ from .errors import CompilerError
 from .planning import KernelPlan, facts_for_arch, make_plan
 from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from .source import flatten
+from .threads import usable_cores
 
 DIMS = (
     *((dim, dim) for dim in (16, 32, 64, 80, 96, 128, 160, 192, 256)),
@@ -325,8 +326,3 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,39 +13,53 @@ A vector added to all keys of a head changes no probability, but it is rounded w
 gets it as often as its logit gradients fail to add up to 0. Where keys share a large part, `common_part` finds it and
 the block takes it from its keys as it reads them.
 
-Memory beyond inputs and outputs is one block's scratch (below 10 MB for D = 64). Key gradients of 16-bit inputs are
-summed in float32 before they are rounded, which adds the float32 key gradients of one group of heads.
+Blocks are independent, and threads of the call share them (`threads.py`). Only key gradients are sums over blocks: each
+block adds its part to a tile of keys after the blocks before it, so sums have one order whatever the threads do.
+
+Memory beyond inputs and outputs is one block's scratch for each thread (below 10 MB for D = 64; the plan says how
+much). Key gradients of 16-bit inputs are summed in float32 before they are rounded, which adds the float32 key
+gradients of one group of heads, and with threads those of at most two groups for each.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import masks as rules
-from . import validate
+from . import threads, validate
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
 from .masks import Scene
 from .problem import INPUT_NAMES, MASK_ARRAYS, Problem, Side
+from .threads import Team, Turn
 
 Array = NDArray[Any]
 LN2 = math.log(2.0)
 LOG2E = 1.0 / LN2
 
-# Measured at N = 4096, D = 64, float32 on two Zen 4 cores. Idle, 256 x 512 to 2048 x 512 are within 10%: 0.08 s for the
-# forward, 0.09 s for both student gradients, against 0.15 s for a dense forward. With other work on the cores, tall
-# tiles are twice as fast as those of 256 rows: each product waits for BLAS's threads, and there are fewer products.
-# Taller still would waste work under a causal mask.
+# Measured at N = 4096, D = 64, float32 on one Zen 4 core: 79 ms for the forward with 1024 x 512, 83 with 512 x 512, 88
+# with 256 x 512 and 96 with 128 x 512. Taller still would waste work under a causal mask, where a block computes about
+# half of its diagonal tiles in vain: there it is 75, 58, 54 and 57 ms.
 QUERY_TILE, KEY_TILE = 1024, 512
 BLOCK_ELEMENTS = QUERY_TILE * KEY_TILE
 LONGEST_KEY_TILE = 2048
 SHORTEST_QUERY_TILE = 128
+
+# For threads, blocks get shorter until there are a few for each, because whoever has the last one is waited for.
+BLOCKS_PER_THREAD = 2
+SHARED_QUERY_TILE, LEAST_QUERY_TILE = 256, 16
+# Threads for less than this, 1.5 ms on one core, cost more than they save. Short sequences are mostly Python's work,
+# which threads cannot share.
+LEAST_SHARED_SCORES, LEAST_SHARED_SEQUENCE = 1 << 18, 1 << 14
+# OpenBLAS shares products of more multiplications than this between its threads.
+LEAST_SHARED_PRODUCT = 1 << 18
 
 # A reference is replaced only when a logit exceeds it by this much (base 2), so most tiles move no row state. The
 # sums stay far from the float32 limit, and the last subtraction cancels at most this much.
@@ -59,7 +73,10 @@ SAMPLED_AT = np.arange(SAMPLED_KEYS) * 0x9E3779B9 % 2**32
 
 @dataclass(frozen=True)
 class NumPyPlan:
-    """How a problem is cut on the CPU: a block is `batches` x `heads` x `queries` rows and takes `keys` at a time."""
+    """How a problem is cut on the CPU: a block is `batches` x `heads` x `queries` rows and takes `keys` at a time.
+
+    `scratch_bytes` are those of each of the `threads`.
+    """
 
     dtype: str
     batches: int
@@ -68,21 +85,26 @@ class NumPyPlan:
     keys: int
     blocks: int
     scratch_bytes: int
+    product: int
+    """Multiplications of the largest product that BLAS is given."""
+    threads: int = 1
 
     def __str__(self) -> str:
         return (
             f"numpy {self.dtype}: {self.blocks} blocks of {self.batches} batches x {self.heads} heads x {self.queries} "
             f"queries, {self.keys} keys at a time, {self.scratch_bytes / 2**20:.1f} MiB of scratch"
+            + (f" for each of {self.threads} threads" if self.threads > 1 else "")
         )
 
 
-def make_plan(problem: Problem, queries: int | None = None, keys: int | None = None) -> NumPyPlan:
+def make_plan(problem: Problem, queries: int | None = None, keys: int | None = None, threads: int = 1) -> NumPyPlan:
     """Cut a problem into blocks of about `BLOCK_ELEMENTS` scores; small heads are taken several at a time.
 
-    `queries` and `keys` are those of one packed sequence; without them they are taken as one.
+    `queries` and `keys` are those of one packed sequence; without them they are taken as one. There are blocks for so
+    many threads as far as rows and heads allow.
     """
     M, N = problem.queries if queries is None else queries, problem.keys if keys is None else keys
-    m = max(min(M, QUERY_TILE, _tallest(problem)), 1)
+    m = max(min(M, _tallest(problem, M), _shared(problem.batch * problem.heads, M, threads)), 1)
     n = max(min(N, max(KEY_TILE, min(BLOCK_ELEMENTS // m, LONGEST_KEY_TILE))), 1)
     width = problem.teacher.dim + problem.student.dim
     heads = batches = 1
@@ -92,19 +114,36 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
         # query rows it is they that fill the cache.
         unit = _group(problem)
         room = BLOCK_ELEMENTS // max(m * n, n * width, 1)
+        if threads > 1:
+            room = min(room, -(-problem.batch * problem.heads // (BLOCKS_PER_THREAD * threads)))
         heads = min(problem.heads, max(room // unit * unit, 1))
         if heads == problem.heads and not {"lengths", "keys"} & set(problem.mask.parts):
             batches = max(min(problem.batch, room // heads), 1)
     rows = batches * heads * m
     blocks = -(-problem.batch // batches) * -(-problem.heads // heads) * -(-M // m)
     scratch = 3 * rows * n + 3 * rows * width + 2 * batches * heads * n * width
+    product = max(min(heads, x.group) * m * n * x.dim for x in (problem.teacher, problem.student))
     itemsize = np.dtype(problem.stat_dtype).itemsize
-    return NumPyPlan(problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize)
+    return NumPyPlan(
+        problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize, product, max(min(threads, blocks), 1)
+    )
 
 
-def _tallest(problem: Problem) -> int:
+def _shared(heads: int, rows: int, threads: int) -> int:
+    """The most rows of a block with which all threads have work."""
+    if threads == 1 or heads == 0:
+        return QUERY_TILE
+    m = max(-(-rows // -(-BLOCKS_PER_THREAD * threads // heads)), SHARED_QUERY_TILE)
+    if heads * -(-rows // m) < threads:
+        m = max(-(-rows // -(-threads // heads)), LEAST_QUERY_TILE)
+    return -(-m // 16) * 16
+
+
+def _tallest(problem: Problem, rows: int) -> int:
     """Rows of a block beyond which it would mostly compute pairs that the mask hides."""
     tallest, mask = QUERY_TILE, problem.mask
+    if "causal" in mask.parts:
+        tallest = min(tallest, max(rows // 16, SHARED_QUERY_TILE))
     if "window" in mask.parts and mask["left"] >= 0 and mask["right"] >= 0:
         tallest = max((mask["left"] + mask["right"]) // 2, SHORTEST_QUERY_TILE)
     if mask.pattern is not None:
@@ -207,6 +246,11 @@ class _Tile(NamedTuple):
     k: slice | Array
     visible: Array | None
 
+    @property
+    def end(self) -> int:
+        """The key after the last one."""
+        return int(self.k.stop if isinstance(self.k, slice) else self.k[-1] + 1)
+
 
 class _Place(NamedTuple):
     """The rows and keys of one packed sequence, or all of them, and how they are cut into blocks."""
@@ -301,10 +345,11 @@ class _Half:
         np.matmul(self._fold(d_logits), self.keys, out=self._fold(product))
         total += product
 
-    def add_dk(self, total: Array, tile: _Tile, d_logits: Array, weighted_q: Array) -> None:
-        """total (b, hk, N, D) += d_logits^T weighted_q at the keys of the tile."""
+    def add_dk(self, total: Array, tile: _Tile, d_logits: Array, weighted_q: Array, turn: Turn) -> None:
+        """total (b, hk, N, D) += d_logits^T weighted_q at the keys of the tile, when it is the block's turn."""
         product = self.scratch("product", self.keys.shape)
         np.matmul(self._fold(d_logits).swapaxes(-1, -2), self._fold(weighted_q), out=product)
+        turn.wait(tile.end)
         total[:, :, tile.k] += product
 
 
@@ -364,6 +409,64 @@ class _Totals:
                 x[...] = narrow(self._sums[name], x.dtype)
 
 
+_Task = TypeVar("_Task")
+
+
+class _ForwardTask(NamedTuple):
+    """One block of the forward, with what it reads and where its rows go."""
+
+    place: _Place
+    at: _Block
+    views: dict[str, Array]
+    outputs: list[Array]
+
+
+class _BackwardTask(NamedTuple):
+    """One block of the backward, with its turn at the key gradients of its group."""
+
+    group: _Group
+    at: _Block
+    turn: Turn
+
+
+@dataclass
+class _Group:
+    """Blocks of the backward that add to the same key gradients, and these."""
+
+    place: _Place
+    views: dict[str, Array]
+    rows: dict[str, Array]
+    grads: dict[str, Array]
+    keys: dict[str, Array]
+    first_head: int
+    blocks: deque[_Block]
+
+    def __post_init__(self) -> None:
+        self.unfinished = len(self.blocks)
+        self._turn: Turn | None = None
+
+    def task(self, team: Team[Any], dtype: np.dtype[Any]) -> _BackwardTask:
+        """The next block; the first one brings the sums."""
+        if self._turn is None:
+            self.totals = _Totals(self.keys, dtype)
+        self._turn = Turn(team, self._turn)
+        return _BackwardTask(self, self.blocks.pop(), self._turn)
+
+    def done(self, team: Team[Any]) -> None:
+        """A block is finished; the last one rounds the sums and lets go of them."""
+        with team.lock:
+            self.unfinished -= 1
+            last = self.unfinished == 0
+        if last:
+            self.totals.store()
+            del self.totals
+
+
+def _threads(scores: int) -> int:
+    """Threads that so many pairs of rows and keys are worth."""
+    return threads.available() if scores >= LEAST_SHARED_SCORES else 1
+
+
 class Runner:
     """Runs one problem on CPU arrays; may be kept, and called again with other arrays of the same problem."""
 
@@ -371,9 +474,19 @@ class Runner:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.plan = make_plan(problem)
-        self._dtype = np.dtype(self.plan.dtype)
+        self._plans: dict[int, NumPyPlan] = {}
+        self._dtype = np.dtype(problem.stat_dtype)
         self._mask = rules.parts_of(problem.mask)
+        self._scores = problem.batch * problem.heads * problem.queries * problem.keys
+
+    @property
+    def plan(self) -> NumPyPlan:
+        """How a call would run with as many threads as there are now."""
+        return self._planned(_threads(self._scores))
+
+    def _planned(self, count: int) -> NumPyPlan:
+        plan = self._plans.get(count)
+        return plan or self._plans.setdefault(count, make_plan(self.problem, threads=count))
 
     def warmup(self, wrt: Sequence[str] = ()) -> None:
         """Nothing to compile or load here."""
@@ -390,20 +503,28 @@ class Runner:
         Raises:
             ValueError: lengths or sequence bounds that do not fit; nothing has been written then.
         """
-        places = list(self._places(masks))
+        places, count = self._places(masks)
         views = self._views(inputs)
         rows = [self._rows(x) for x in outputs]
         if self.problem.sequences:  # rows after the last sequence
             for out, empty in zip(rows, (0, -np.inf, -np.inf), strict=True):
                 out[...] = empty
-        scratch = _Scratch(self._dtype)
-        with np.errstate(all="ignore"):
+
+        def tasks() -> Iterator[_ForwardTask]:
             for place in places:
                 here, out_rows = _at(views, place), [x[:, :, place.q] for x in rows]
                 for b, h in self._groups(place):
                     for at in self._blocks(place, b, h):
-                        for out, x in zip(out_rows, self._block_forward(here, place, at, scratch), strict=True):
-                            out[at] = x
+                        yield _ForwardTask(place, at, here, out_rows)
+
+        def work(team: Team[_ForwardTask]) -> None:
+            scratch = _Scratch(self._dtype)
+            for task in team:
+                found = self._block_forward(task.views, task.place, task.at, scratch, team)
+                for out, x in zip(task.outputs, found, strict=True):
+                    out[task.at] = x
+
+        self._team(places, tasks(), count).run(work)
 
     def backward(
         self,
@@ -420,13 +541,13 @@ class Runner:
         Raises:
             ValueError: lengths or sequence bounds that do not fit; nothing has been written then.
         """
-        places = list(self._places(masks))
+        places, count = self._places(masks)
         views, grads = self._views(inputs), self._views(outputs)
         rows = {name: self._rows(x) for name, x in zip(Saved._fields, saved, strict=True) if x is not None}
         for x in grads.values():
             x[...] = 0
-        scratch = _Scratch(self._dtype)
-        with np.errstate(all="ignore"):
+
+        def groups() -> Iterator[_Group]:
             for place in places:
                 here, grads_here = _at(views, place), _at(grads, place)
                 rows_here = {name: x[:, :, place.q] for name, x in rows.items()}
@@ -436,10 +557,32 @@ class Runner:
                         for name, side in (("teacher_k", self.problem.teacher), ("student_k", self.problem.student))
                         if name in grads_here
                     }
-                    totals = _Totals(keys, self._dtype)
-                    for at in self._blocks(place, b, h):
-                        self._block_backward(here, rows_here, grads_here, totals, h.start, place, at, scratch)
-                    totals.store()
+                    blocks = deque(self._blocks(place, b, h))
+                    yield _Group(place, here, rows_here, grads_here, keys, h.start, blocks)
+
+        def tasks() -> Iterator[_BackwardTask]:
+            # As many groups side by side as there are threads, so that these seldom meet in the same keys. Of each its
+            # last rows first: under a causal mask they are the most work.
+            waiting = groups()
+            while window := deque(itertools.islice(waiting, count)):
+                while window:
+                    group = window.popleft()
+                    yield group.task(team, self._dtype)
+                    if group.blocks:
+                        window.append(group)
+
+        def work(team: Team[_BackwardTask]) -> None:
+            scratch = _Scratch(self._dtype)
+            for task in team:
+                self._block_backward(task, scratch, team)
+                task.turn.reach(Turn.DONE)
+                task.group.done(team)
+
+        team = self._team(places, tasks(), count)
+        team.run(work)
+
+    def _team(self, places: list[_Place], tasks: Iterator[_Task], count: int) -> Team[_Task]:
+        return Team(tasks, count, any(place.plan.product > LEAST_SHARED_PRODUCT for place in places))
 
     def _views(self, arrays: Inputs | Gradients) -> dict[str, Array]:
         layout = self.problem.layout
@@ -450,8 +593,8 @@ class Runner:
     def _rows(self, x: ArrayView) -> Array:
         return _canonical(host(x), self.problem.layout, 0)
 
-    def _places(self, masks: MaskArrays | None) -> Iterator[_Place]:
-        """The sequences, or the whole, with the mask's values checked."""
+    def _places(self, masks: MaskArrays | None) -> tuple[list[_Place], int]:
+        """The sequences, or the whole, with the mask's values checked, and how many threads share them."""
         p = self.problem
         values = {name: host(x) for name, x in zip(MASK_ARRAYS, masks or (), strict=False) if x is not None}
         validate.mask_values(p, values)
@@ -465,15 +608,19 @@ class Runner:
                 np.atleast_2d(values.get("key_mask", np.zeros((0, 0), np.bool_))),
                 p.mask.pattern,
             )
-            yield _Place(slice(0, p.queries), slice(0, p.keys), scene, self.plan)
-            return
-        bounds = (itertools.pairwise(values[name].tolist()) for name in ("cu_seqlens_q", "cu_seqlens_k"))
-        plans: dict[tuple[int, int], NumPyPlan] = {}
-        for q, k in zip(*bounds, strict=True):
-            M, N = q[1] - q[0], k[1] - k[0]
+            plan = self.plan
+            return [_Place(slice(0, p.queries), slice(0, p.keys), scene, plan)], plan.threads
+        q_ends, k_ends = (list(itertools.pairwise(values[name].tolist())) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        sizes = [(q[1] - q[0], k[1] - k[0]) for q, k in zip(q_ends, k_ends, strict=True)]
+        scores = sum(M * N for M, N in sizes)
+        count = _threads(p.heads * scores) if scores >= LEAST_SHARED_SEQUENCE * len(sizes) else 1
+        each = -(-count // max(len(sizes), 1))
+        plans = {(M, N): make_plan(p, M, N, each) for M, N in set(sizes)}
+        places = []
+        for q, k, (M, N) in zip(q_ends, k_ends, sizes, strict=True):
             own = params if params["q_offset_given"] else {**params, "q_offset": N - M}
-            plan = plans.setdefault((M, N), make_plan(p, M, N))
-            yield _Place(slice(*q), slice(*k), Scene(M, N, own), plan)
+            places.append(_Place(slice(*q), slice(*k), Scene(M, N, own), plans[M, N]))
+        return places, max(min(count, sum(place.plan.blocks for place in places)), 1)
 
     def _groups(self, place: _Place) -> Iterator[tuple[slice, slice]]:
         """Batches and heads that share nothing with others: whole key heads of both sides."""
@@ -491,6 +638,10 @@ class Runner:
     def _tiles(self, place: _Place, at: _Block) -> Iterator[_Tile]:
         """The keys that any row of the block may see: stretches of them, or where the mask has holes, picked ones."""
         q0, q1, step = at.q.start, at.q.stop, place.plan.keys
+        if not self._mask:
+            for k in _slices(place.scene.keys, step):
+                yield _Tile(k, None)
+            return
         scene = place.scene._replace(
             key_lengths=place.scene.key_lengths[at.b],
             key_mask=place.scene.key_mask[at.b],
@@ -516,11 +667,12 @@ class Runner:
         return _Half("teacher", p.teacher, views, at, scratch), _Half("student", p.student, views, at, scratch)
 
     def _block_forward(
-        self, views: dict[str, Array], place: _Place, at: _Block, scratch: _Scratch
+        self, views: dict[str, Array], place: _Place, at: _Block, scratch: _Scratch, team: Team[Any]
     ) -> tuple[Array, Array, Array]:
         teacher, student = self._halves(views, at, scratch)
         state = _State(teacher.q.shape[:3], self._dtype)
         for tile in self._tiles(place, at):
+            team.pause()
             u, v = teacher.logits(tile, "u"), student.logits(tile, "v")
             state.move(u.max(axis=-1), v.max(axis=-1), np.asarray(tile.visible is None or tile.visible.any(axis=-1)))
             u -= state.r_t[..., None]
@@ -537,23 +689,15 @@ class Runner:
             state.l_s += np.matmul(v, ones)[..., 0]
         return state.finish(teacher.offset, student.offset)
 
-    def _block_backward(
-        self,
-        views: dict[str, Array],
-        rows: dict[str, Array],
-        grads: dict[str, Array],
-        key_totals: _Totals,
-        first_head: int,
-        place: _Place,
-        at: _Block,
-        scratch: _Scratch,
-    ) -> None:
+    def _block_backward(self, task: _BackwardTask, scratch: _Scratch, team: Team[Any]) -> None:
+        group, at = task.group, task.at
+        views, grads, place = group.views, group.grads, group.place
         halves = self._halves(views, at, scratch)
         teacher, student = halves
         wanted = [half for half in halves if f"{half.name}_q" in grads or f"{half.name}_k" in grads]
-        saved = {name: x[at].astype(self._dtype) for name, x in rows.items()}
+        saved = {name: x[at].astype(self._dtype) for name, x in group.rows.items()}
         if teacher in wanted and "kl" not in saved:
-            saved["kl"] = self._block_forward(views, place, at, scratch)[0]
+            saved["kl"] = self._block_forward(views, place, at, scratch, team)[0]
         # -inf marks a row without keys: not a number to subtract, and the row weighs nothing whatever memory holds.
         empty = np.isneginf(saved["teacher_lse"])
         kl = saved["kl"][..., None] * LOG2E if teacher in wanted else None
@@ -566,6 +710,7 @@ class Runner:
         dq = {half.name: np.zeros(half.q.shape, self._dtype) for half in wanted if f"{half.name}_q" in grads}
         weighted_q = {half.name: half.weighted(weight[half.name]) for half in wanted if f"{half.name}_k" in grads}
         for tile in self._tiles(place, at):
+            team.pause()
             u, v = teacher.logits(tile, "u"), student.logits(tile, "v")
             # What the logits lack is known with the first tile.
             lses = lses or [
@@ -590,9 +735,10 @@ class Runner:
                 if half.name in dq:
                     half.add_dq(dq[half.name], d_logits[half.name])
                 if half.name in weighted_q:
-                    heads = slice(half.key_heads.start - first_head // half.group, None)
-                    total = key_totals[f"{half.name}_k"][:, heads][:, : half.keys.shape[1]]
-                    half.add_dk(total, tile, d_logits[half.name], weighted_q[half.name])
+                    heads = slice(half.key_heads.start - group.first_head // half.group, None)
+                    total = group.totals[f"{half.name}_k"][:, heads][:, : half.keys.shape[1]]
+                    half.add_dk(total, tile, d_logits[half.name], weighted_q[half.name], task.turn)
+            task.turn.reach(tile.end)
         for half in wanted:
             if half.name in dq:
                 out = grads[f"{half.name}_q"]

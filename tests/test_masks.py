@@ -559,7 +559,7 @@ def pairs_computed(**options: Any) -> int:
     inputs, seen = calls.view_inputs(*case.arrays), calls.view_masks(**arrays)
     runner = calls.prepare(inputs, validate.options(**case.options), seen).runner
     total = 0
-    for place in runner._places(seen):
+    for place in runner._places(seen)[0]:
         for b, h in runner._groups(place):
             for at in runner._blocks(place, b, h):
                 rows = (at.b.stop - at.b.start) * (at.h.stop - at.h.start) * (at.q.stop - at.q.start)

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import streamkl_cupy
-from streamkl_cupy import numpy_backend
+from streamkl_cupy import numpy_backend, threads
 from streamkl_cupy.numpy_backend import NumPyPlan, narrow, widen
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing.problems import make, upstream
@@ -64,7 +64,8 @@ def test_blocks_of_grouped_heads(numpy_only: Any, rng: Any, groups: tuple[int, i
     numpy_only.judge(case, upstream(rng, (2, 6, M)))
 
 
-def test_plans() -> None:
+def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "available", lambda: 1)
     big = plan_of(B=2, H=8, M=5000, N=4000, D_t=64)
     assert (big.batches, big.heads, big.queries, big.keys) == (1, 1, 1024, 512)
     assert big.blocks == 2 * 8 * 5

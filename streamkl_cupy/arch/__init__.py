@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..masks import parts_of
 from ..problem import Operand, Problem, Side
@@ -86,7 +85,7 @@ class Work:
             return 0
         return 4 if self.name.startswith("teacher") else 3
 
-    @cached_property
+    @property
     def mask_level(self) -> int:
         """How many registers a mask takes: 0 a bound, 1 an interval or places, 2 pairs apart, 3 all of that."""
         parts = parts_of(self.problem.mask)
@@ -100,7 +99,7 @@ class Work:
     def sides(self) -> tuple[Side, Side]:
         return self.problem.teacher, self.problem.student
 
-    @cached_property
+    @property
     def float32(self) -> bool:
         return "float32" in (self.problem.teacher.dtype, self.problem.student.dtype)
 

@@ -140,7 +140,7 @@ def card() -> str:
 
 def processor() -> str:
     """Name of the CPU and how many cores this process may use."""
-    from ..catalogue import usable_cores
+    from ..threads import usable_cores
 
     name = platform.processor() or platform.machine()
     try:

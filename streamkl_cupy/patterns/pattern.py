@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..adapters import a_kind_of
+from ..locks import ForkLock
 from ..validate import flag, integer
 from .tiles import CELLS, MAX_PAIRS, UNIT, Axis, TileLists, frozen, tile_lists
 
@@ -43,7 +43,7 @@ class _Kept:
     key: NDArray[np.int64]
     """The digest as two numbers, for programs that can be handed arrays only."""
     _lists: dict[tuple[int, int, bool], TileLists]
-    _lock: threading.Lock
+    _lock: ForkLock
 
 
 # Frozen by its own hand: torch.compile would make every field of a frozen dataclass a condition of its programs, and
@@ -123,7 +123,7 @@ class BlockPattern(_Kept):
             "digest": digest,
             "key": np.frombuffer(bytearray.fromhex(digest), np.int64),  # writeable, as torch wants its arrays
             "_lists": {},
-            "_lock": threading.Lock(),
+            "_lock": ForkLock(),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -327,7 +327,7 @@ class BlockPattern(_Kept):
                 f"tiles of {rows} x {columns}; allowed are multiples of {UNIT} with a product up to {MAX_PAIRS}"
             )
         key = (rows, columns, flag("by_keys", by_keys))
-        with self._lock:
+        with self._lock():
             if key not in self._lists:
                 queries, keys = (self.queries, self.query_block), (self.keys, self.key_block)
                 if by_keys:
@@ -406,7 +406,7 @@ class BlockPattern(_Kept):
 # Equal patterns may come and go in any order, so all that are alive are kept track of, not the first or the last one.
 _alive: dict[str, list[weakref.ref[BlockPattern]]] = {}
 _mourners: list[Callable[[str], None]] = []
-_alive_lock = threading.RLock()  # re-entered where a collection inside the lock ends the life of a pattern
+_alive_lock = ForkLock()  # re-entered where a collection inside the lock ends the life of a pattern
 
 
 def _register(pattern: BlockPattern) -> None:
@@ -415,7 +415,7 @@ def _register(pattern: BlockPattern) -> None:
     def forget(reference: weakref.ref[BlockPattern], ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if ending():  # modules are being taken apart
             return
-        with _alive_lock:
+        with _alive_lock():
             _alive[digest].remove(reference)
             gone = not _alive[digest]
             if gone:
@@ -423,7 +423,7 @@ def _register(pattern: BlockPattern) -> None:
         for mourner in tuple(_mourners) if gone else ():
             mourner(digest)
 
-    with _alive_lock:
+    with _alive_lock():
         _alive.setdefault(digest, []).append(weakref.ref(pattern, forget))
 
 
@@ -439,7 +439,7 @@ def pattern_of(digest: str) -> BlockPattern:
     Raises:
         RuntimeError: no such pattern is alive.
     """
-    with _alive_lock:
+    with _alive_lock():
         found = [pattern for reference in _alive.get(digest, ()) if (pattern := reference()) is not None]
     if not found:
         raise RuntimeError("the block_mask of a compiled program no longer exists; keep the BlockPattern alive with it")
