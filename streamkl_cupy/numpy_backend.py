@@ -55,9 +55,9 @@ SHORTEST_QUERY_TILE = 128
 # For threads, blocks get shorter until there are a few for each, because whoever has the last one is waited for.
 BLOCKS_PER_THREAD = 2
 SHARED_QUERY_TILE, LEAST_QUERY_TILE = 256, 16
-# Threads for less than this, 1.5 ms on one core, cost more than they save. Short sequences are mostly Python's work,
+# Threads for less than this, 3 ms on one core, cost more than they save. Short sequences are mostly Python's work,
 # which threads cannot share.
-LEAST_SHARED_SCORES, LEAST_SHARED_SEQUENCE = 1 << 18, 1 << 14
+LEAST_SHARED_SCORES, LEAST_SHARED_SEQUENCE = 1 << 19, 1 << 14
 # OpenBLAS shares products of more multiplications than this between its threads.
 LEAST_SHARED_PRODUCT = 1 << 18
 
@@ -218,17 +218,26 @@ def _at(views: dict[str, Array], place: _Place) -> dict[str, Array]:
 
 
 class _Scratch:
-    """Buffers by name, handed out again and again in whatever shape a ragged tile needs."""
+    """Buffers by name, handed out again and again in whatever shape a ragged tile needs.
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
-        self.dtype = dtype
+    They are parts of `room` as far as it goes. A thread that lives for one call gets that from the caller, whose memory
+    is there already: fresh pages of its own would cost a short call a third of its time.
+    """
+
+    def __init__(self, room: Array) -> None:
+        self.dtype = room.dtype
+        self._room = room
         self._buffers: dict[str, Array] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Array:
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
-            buffer = self._buffers[name] = np.empty(size, self.dtype)
+            if size <= self._room.size:
+                buffer, self._room = self._room[:size], self._room[size:]
+            else:
+                buffer = np.empty(size, self.dtype)
+            self._buffers[name] = buffer
         return buffer[:size].reshape(shape)
 
 
@@ -518,12 +527,13 @@ class Runner:
                         yield _ForwardTask(place, at, here, out_rows)
 
         def work(team: Team[_ForwardTask]) -> None:
-            scratch = _Scratch(self._dtype)
+            scratch = scratches.pop()
             for task in team:
                 found = self._block_forward(task.views, task.place, task.at, scratch, team)
                 for out, x in zip(task.outputs, found, strict=True):
                     out[task.at] = x
 
+        scratches = self._scratches(places, count)
         self._team(places, tasks(), count).run(work)
 
     def backward(
@@ -572,17 +582,22 @@ class Runner:
                         window.append(group)
 
         def work(team: Team[_BackwardTask]) -> None:
-            scratch = _Scratch(self._dtype)
+            scratch = scratches.pop()
             for task in team:
                 self._block_backward(task, scratch, team)
                 task.turn.reach(Turn.DONE)
                 task.group.done(team)
 
+        scratches = self._scratches(places, count)
         team = self._team(places, tasks(), count)
         team.run(work)
 
     def _team(self, places: list[_Place], tasks: Iterator[_Task], count: int) -> Team[_Task]:
         return Team(tasks, count, any(place.plan.product > LEAST_SHARED_PRODUCT for place in places))
+
+    def _scratches(self, places: list[_Place], count: int) -> list[_Scratch]:
+        size = max((place.plan.scratch_bytes for place in places), default=0) // self._dtype.itemsize
+        return [_Scratch(np.empty(size, self._dtype)) for _ in range(count)]
 
     def _views(self, arrays: Inputs | Gradients) -> dict[str, Array]:
         layout = self.problem.layout
