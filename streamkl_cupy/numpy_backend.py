@@ -27,7 +27,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -88,6 +88,8 @@ class NumPyPlan:
     product: int
     """Multiplications of the largest product that BLAS is given."""
     threads: int = 1
+    buffers: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Elements of each scratch buffer."""
 
     def __str__(self) -> str:
         return (
@@ -119,14 +121,23 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
         heads = min(problem.heads, max(room // unit * unit, 1))
         if heads == problem.heads and not {"lengths", "keys"} & set(problem.mask.parts):
             batches = max(min(problem.batch, room // heads), 1)
-    rows = batches * heads * m
     blocks = -(-problem.batch // batches) * -(-problem.heads // heads) * -(-M // m)
-    scratch = 3 * rows * n + 3 * rows * width + 2 * batches * heads * n * width
+    buffers = _buffers(problem, batches * heads, m, n)
+    scratch = sum(buffers.values())
     product = max(min(heads, x.group) * m * n * x.dim for x in (problem.teacher, problem.student))
     itemsize = np.dtype(problem.stat_dtype).itemsize
-    return NumPyPlan(
-        problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize, product, max(min(threads, blocks), 1)
-    )
+    threads = max(min(threads, blocks), 1)
+    return NumPyPlan(problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize, product, threads, buffers)
+
+
+def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
+    """Elements of each buffer that a block of `heads` heads, all batch entries counted, needs at most."""
+    sizes = dict.fromkeys(("u", "v", "difference"), heads * m * n)
+    for name, dim in (("teacher", problem.teacher.dim), ("student", problem.student.dim)):
+        sizes[f"{name}_q"] = sizes[f"{name}_qw"] = heads * m * dim
+        sizes[f"{name}_k"] = heads * n * dim
+    sizes["product"] = heads * max(m, n) * max(problem.teacher.dim, problem.student.dim)
+    return sizes
 
 
 def _shared(heads: int, rows: int, threads: int) -> int:
@@ -220,25 +231,23 @@ def _at(views: dict[str, Array], place: _Place) -> dict[str, Array]:
 class _Scratch:
     """Buffers by name, handed out again and again in whatever shape a ragged tile needs.
 
-    They are parts of `room` as far as it goes. A thread that lives for one call gets that from the caller, whose memory
-    is there already: fresh pages of its own would cost a short call a third of its time.
+    They are parts of one array, with the elements that `sizes` gives each. A thread that lives for one call gets that
+    from the caller, whose memory is there already: fresh pages of its own would cost a short call a third of its time.
     """
 
-    def __init__(self, room: Array) -> None:
-        self.dtype = room.dtype
-        self._room = room
+    def __init__(self, sizes: dict[str, int], dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self._sizes = sizes
+        self._room: Array = np.empty(sum(sizes.values()), dtype)
         self._buffers: dict[str, Array] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Array:
-        size = math.prod(shape)
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.size < size:
-            if size <= self._room.size:
-                buffer, self._room = self._room[:size], self._room[size:]
-            else:
-                buffer = np.empty(size, self.dtype)
+        if buffer is None:
+            size = self._sizes[name]
+            buffer, self._room = self._room[:size], self._room[size:]
             self._buffers[name] = buffer
-        return buffer[:size].reshape(shape)
+        return buffer[: math.prod(shape)].reshape(shape)
 
 
 class _Block(NamedTuple):
@@ -596,8 +605,11 @@ class Runner:
         return Team(tasks, count, any(place.plan.product > LEAST_SHARED_PRODUCT for place in places))
 
     def _scratches(self, places: list[_Place], count: int) -> list[_Scratch]:
-        size = max((place.plan.scratch_bytes for place in places), default=0) // self._dtype.itemsize
-        return [_Scratch(np.empty(size, self._dtype)) for _ in range(count)]
+        # Of several sequences, the largest that any of them needs.
+        sizes = places[0].plan.buffers if places else {}
+        for plan in {place.plan for place in places[1:]}:
+            sizes = {name: max(size, plan.buffers[name]) for name, size in sizes.items()}
+        return [_Scratch(sizes, self._dtype) for _ in range(count)]
 
     def _views(self, arrays: Inputs | Gradients) -> dict[str, Array]:
         layout = self.problem.layout
