@@ -137,8 +137,8 @@ def answered(too_many: str | None = None, outside_programs: bool = False) -> Cal
                     if argument not in options:
                         raise TypeError(_too_few(name, needed, [x for x in needed[len(args) :] if x not in options]))
             if outside_programs:
-                torch = sys.modules.get("torch")
-                if torch is not None and torch.compiler.is_compiling():
+                compiler = getattr(sys.modules.get("torch"), "compiler", None)
+                if compiler is not None and compiler.is_compiling():
                     from .torch import outside_programs as interrupt
 
                     return interrupt(function, *args, **options)

@@ -30,10 +30,14 @@ struct KeySample {
 #pragma unroll
         for (int i = 0; i < kSampled; ++i) {
             key[i] = keys.begin + __umulhi(i * 0x9E3779B9u, static_cast<u32>(max(count, 0)));
-            const int next = key[i] + lane_id();
-            const u32 visible = __ballot_sync(~0u, enough && next < keys.end && at.meets(at.rows.begin, at.rows.end, next));
-            seen[i] = visible != 0;
-            if (seen[i]) key[i] += __ffs(visible) - 1;
+            if constexpr (Mask::kSparse) {
+                const int next = key[i] + lane_id();
+                const u32 visible = __ballot_sync(~0u, enough && next < keys.end && at.meets(at.rows.begin, at.rows.end, next));
+                seen[i] = visible != 0;
+                if (seen[i]) key[i] += __ffs(visible) - 1;
+            } else {
+                seen[i] = enough && at.meets(at.rows.begin, at.rows.end, key[i]);
+            }
             found += seen[i];
         }
         enough = enough && 2 * found >= kSampled;
