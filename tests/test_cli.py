@@ -727,7 +727,6 @@ def test_compile_builds_what_is_missing_and_reports_all(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("cupy")
-    monkeypatch.setattr("streamkl_cupy.cli.report.NARROWEST", 400)  # the folder has a long name
     listed, _ = catalogue.entries("sm_80", [(16, 16)], [catalogue.ElementTypes("float16", "float16")], ["none"])
     built: list[str] = []
     work = catalogue._workers

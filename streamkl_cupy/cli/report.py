@@ -34,13 +34,15 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], out
     except Exception:  # absent, or broken, which is no reason to show nothing
         print(_plain(title, names, left, body), file=out)
         return
-    grid = Table(title=title, title_justify="left", title_style="bold")
+    grid = Table()
     for name, is_left in zip(names, left):
         grid.add_column(name, justify="left" if is_left else "right", overflow="fold")
     for row in body:
         grid.add_row(*row)
     width = None if out.isatty() else NARROWEST
-    Console(file=out, width=width, markup=False, highlight=False, emoji=False).print(grid)
+    console = Console(file=out, width=width, markup=False, highlight=False, emoji=False)
+    console.print(title, style="bold", soft_wrap=True)  # which may name a folder, and be longer than the table is wide
+    console.print(grid)
 
 
 def _plain(title: str, names: list[str], left: list[bool], body: list[tuple[str, ...]]) -> str:
