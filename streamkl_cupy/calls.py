@@ -44,8 +44,10 @@ def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) ->
     # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
     pattern = chosen.block_mask
     named = chosen if pattern is None else (pattern.digest, *chosen[:-1])
-    alignment = (a.ptr & 15, b.ptr & 15, c.ptr & 15, d.ptr & 15)
-    key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], alignment, named, deterministic)
+    odd = (a.ptr | b.ptr | c.ptr | d.ptr) & 15
+    if odd:
+        odd = (a.ptr & 15) | (b.ptr & 15) << 4 | (c.ptr & 15) << 8 | (d.ptr & 15) << 12
+    key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], odd, named, deterministic)
     if masks is not None:
         key = (key, *(None if view is None else view[1:6] for view in masks))
     ready = _ready.get(key)
