@@ -481,7 +481,7 @@ def attention_kl_backward(
         Relative L2 error <= 4e-3 for bfloat16, 5e-4 for float16 and 1e-5 for float32 inputs. Gradients below 6e-5, as
         those of a mean over many rows, have fewer digits in float16. Where the mean key is rho times as long as keys
         are spread, query gradients of 16-bit inputs on a GPU have bounds sqrt(1 + rho^2) times as large, and those of
-        float32 inputs rho / 10 times from rho = 10 on.
+        float32 inputs, of keys too, rho / 5 times from rho = 5 on.
 
     Raises:
         <ERRORS>

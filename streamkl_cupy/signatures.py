@@ -203,4 +203,5 @@ def _too_many(function: str, args: tuple[Any, ...], names: list[str], special: s
 
 def _too_few(function: str, needed: tuple[str, ...], missing: list[str]) -> str:
     came = len(needed) - len(missing)
-    return f"{function}() needs {', '.join(needed)}, but {came} came: {', '.join(missing)} missing. {_OF_MAPS}"
+    hint = "grad, the derivative of the loss by each row's KL, comes first" if needed[0] == "grad" else _OF_MAPS
+    return f"{function}() needs {', '.join(needed)}, but {came} came: {', '.join(missing)} missing. {hint}"

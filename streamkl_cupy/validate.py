@@ -128,6 +128,10 @@ def saved_rows(saved: Any, teacher_lse: Any, student_lse: Any, kl: Any) -> tuple
     if given:
         raise TypeError(f"saved came together with {given[0]}, which it holds already; pass one of them")
     try:
+        if getattr(saved.kl, "shape", None) == ():
+            raise TypeError(
+                'saved.kl is one number, a sum or a mean; pass the result of attention_kl_forward, or of reduction="none"'
+            )
         return saved.teacher_lse, saved.student_lse, saved.kl
     except AttributeError:
         raise TypeError(

@@ -364,12 +364,17 @@ def test_saved_by_name_only() -> None:
     for positional in (rows, (*rows[1:], rows.kl)):
         with pytest.raises(TypeError):
             streamkl_cupy.attention_kl_backward(rows.kl, *x, *positional)
+    with pytest.raises(
+        TypeError, match="student_k missing. grad, the derivative of the loss by each row's KL, comes first"
+    ):
+        streamkl_cupy.attention_kl_backward(*x, saved=rows)
     for given, text in (
         ({}, r"teacher_lse and student_lse came neither in saved= nor alone; pass saved=forward"),
         ({"student_lse": rows.kl}, r"teacher_lse came neither in saved="),
         ({"saved": rows, "kl": rows.kl}, r"saved came together with kl, which it holds already"),
         ({"saved": tuple(rows)}, r"saved is a tuple; allowed is what attention_kl_forward returns, whole"),
         ({"saved": rows.kl}, r"saved is a numpy.ndarray; allowed is what"),
+        ({"saved": rows._replace(kl=rows.kl.sum())}, r"saved.kl is one number, a sum or a mean; pass the result"),
     ):
         with pytest.raises(TypeError, match=text):
             streamkl_cupy.attention_kl_backward(rows.kl, *x, **given)

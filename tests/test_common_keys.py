@@ -72,7 +72,7 @@ def judge(core: Any, case: Case, grad: Array, offset: float) -> None:
         check_lse(name, core.numpy(getattr(rows, name)), getattr(expected, name), expected.largest)
     for i, (name, x) in enumerate(grads.items()):
         dtype = case.dtypes[i]
-        bound = GRADIENT_BOUND[dtype] * (max(1, offset / 10) if dtype == "float32" else np.hypot(1, offset))
+        bound = GRADIENT_BOUND[dtype] * (max(1, offset / 5) if dtype == "float32" else np.hypot(1, offset))
         e = getattr(wanted, name)
         error = float(np.linalg.norm(x - e) / np.linalg.norm(e))
         assert error < bound, f"{name}: relative L2 error {error:.3g}, allowed {bound:.3g}"
