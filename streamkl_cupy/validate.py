@@ -130,7 +130,8 @@ def saved_rows(saved: Any, teacher_lse: Any, student_lse: Any, kl: Any) -> tuple
     try:
         if getattr(saved.kl, "shape", None) == ():
             raise TypeError(
-                'saved.kl is one number, a sum or a mean; pass the result of attention_kl_forward, or of reduction="none"'
+                "saved.kl is one number, a sum or a mean; pass the result of attention_kl_forward, or of "
+                'attention_kl with reduction="none"'
             )
         return saved.teacher_lse, saved.student_lse, saved.kl
     except AttributeError:

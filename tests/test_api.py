@@ -365,7 +365,7 @@ def test_saved_by_name_only() -> None:
         with pytest.raises(TypeError):
             streamkl_cupy.attention_kl_backward(rows.kl, *x, *positional)
     with pytest.raises(
-        TypeError, match="student_k missing. grad, the derivative of the loss by each row's KL, comes first"
+        TypeError, match=r"student_k missing\. grad, the derivative of the loss by each row's KL, comes first"
     ):
         streamkl_cupy.attention_kl_backward(*x, saved=rows)
     for given, text in (
