@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from _shared import PICTURES, array_library, install, need, new_file, sample, whole
-from distill import TRAIN, Adam, Student, dtype_of, student_options, to_numpy
+from distill import TRAIN, Adam, Student, dtype_of, halved, student_options, to_numpy
 
 HEADS = 9
 
@@ -129,8 +129,7 @@ def main() -> None:
         figure.savefig(options.plot, dpi=150)
         print(f"wrote {options.plot}")
     assert np.all((kept > 0) & (kept < 1 + 1e-5)), "attention kept must be a part of the pattern"
-    assert train[-1] < 0.5 * train[0], "the training loss did not halve"
-    assert after.mean() < 0.5 * before.mean(), "the held-out loss did not halve"
+    halved(training=train[-1] < 0.5 * train[0], held_out=after.mean() < 0.5 * before.mean())
     print("The sparse student's attention follows its teacher's.")
 
 

@@ -19,7 +19,7 @@ from ..testing.timing import DeviceTimer, HostTimer, Outcome, Timer, Variant, ho
 from . import environment, report
 from .cases import PASSES, Case, home_of, inputs, to_float64, torch_missing
 from .peers import KEYS, Ours, Peer, peers
-from .values import dims, positive, seconds
+from .values import dims, positive, results, seconds
 
 HELP = "time this package against what is installed, with the memory each needs"
 EPILOG = """\
@@ -146,14 +146,7 @@ def run(options: argparse.Namespace) -> int:
     asked = {*(options.peers or ()), *(p.key for p in joining if p.key not in KEYS)}
     if elsewhere := sorted(asked & {p.key for p in joining if device not in p.devices}):
         raise ValueError(f"on device {device} these cannot run: {', '.join(elsewhere)}; leave them out")
-    if Path(options.name).name != options.name:
-        raise ValueError(f"--name {options.name}: a base name without folders; --out names the folder")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f".{options.name}").touch()
-        (options.out / f".{options.name}").unlink()
-    except OSError as error:
-        raise ValueError(f"--out {options.out}: cannot be written ({error.strerror}); name another folder") from error
+    base = results(options.out, options.name)
     about = environment_of(device, home)
     print(f"{about['card']}, driver {about.get('driver', '-')}, inputs made by {home}\n")
 
@@ -163,15 +156,15 @@ def run(options: argparse.Namespace) -> int:
         found = run_case(case, home, contestants, timer, options, samples)
         rows += found
         show(case, found)
-        write(options.out / options.name, rows, about, samples)
+        write(base, rows, about, samples)
     if device == "cuda":
         rows += host_rows(timer)
         show_host(rows)
         about["clocks under load"] = environment.clocks(_matmul(home)[1])
-    write(options.out / options.name, rows, about, samples)
-    written = [f"{options.out / options.name}{suffix}" for suffix in (".csv", ".json")]
+    write(base, rows, about, samples)
+    written = [f"{base}{suffix}" for suffix in (".csv", ".json")]
     if options.plot:
-        path = Path(f"{options.out / options.name}.png")
+        path = Path(f"{base}.png")
         drawn = [row.as_dict() for row in rows if _configuration(row) == _configuration(rows[0])]
         report.plot(path, drawn, f"{about['card']}: {_caption(cases[0])}")
         written.append(str(path))
