@@ -302,6 +302,16 @@ def test_what_does_not_run_is_a_row_that_says_so() -> None:
     assert bench.notes(rows)[3] == "broken, missing: not here"
 
 
+def test_the_ratio_says_which_way_is_better() -> None:
+    def row(peer: str, ms: float | None, name: str = "forward") -> bench.Row:
+        return bench.Row(name, peer, peer, "cpu", ms_median=ms)
+
+    at = bench.COLUMNS.index("than ours")
+    others = [row("a", 8.0), row("b", 1.0), row("c", 2.001), row("d", None), row("e", 1.0, "backward")]
+    cells = bench.table_rows([row("streamkl", 2.0), *others])
+    assert [line[at] for line in cells] == ["", "4.00x slower", "2.00x faster", "equal", "", ""]
+
+
 def test_a_wrong_result_is_not_timed_as_a_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
     right = bench.attention_kl_forward
     assert run_with([peers.Ours()])[0].status == "ok"

@@ -40,6 +40,8 @@ Work counted for KL: forward 2 BHMN (Dt + Ds), backward 2 BHMN (Dt + 3 Ds), all 
 grad the sum of the first two; for attention 4 BHMND and 2.5 times that; half of it with --causal. An implementation
 that recomputes gets no credit for that. Attention is another operation: a yardstick of what the GPU can do at this D.
 
+"than ours" sets the median beside that of this package in the same pass: 2.00x slower takes twice its time.
+
 Memory is the peak beyond the inputs: "extra" by the frameworks' allocators, "driver" as missing from the GPU's free
 memory afterwards, which includes what allocators keep. Times are device time; what a forward call costs the host is
 measured by itself, with goals of 40 us for torch tensors and 30 us for CuPy arrays.
@@ -405,7 +407,7 @@ def _rounded(record: dict[str, Any]) -> dict[str, Any]:
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in record.items()}
 
 
-COLUMNS = ("<pass", "<", "ms", "p20", "p80", "TFLOP/s", "of matmul", "times ours", "extra MiB", "driver MiB", "<")
+COLUMNS = ("<pass", "<", "ms", "p20", "p80", "TFLOP/s", "of matmul", "than ours", "extra MiB", "driver MiB", "<")
 
 
 def table_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
@@ -426,7 +428,7 @@ def table_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
                 _number(row.ms_p80, ".3f"),
                 _number(row.tflops, ".1f" if row.device == "cuda" else ".3f"),
                 _number(row.share_of_matmul, ".0%"),
-                _number(versus, ".2f") if row.peer != "streamkl" else "",
+                _than(versus) if row.peer != "streamkl" else "",
                 _number(row.peak_bytes, ".1f", 2.0**-20),
                 _number(row.driver_bytes, ".0f", 2.0**-20) if row.device == "cuda" else "",
                 "" if row.status == "ok" else row.status,
@@ -438,6 +440,14 @@ def table_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Why rows have no figures, each reason of a peer once."""
     return list(dict.fromkeys(f"{row.title}, {row.status}: {row.note}" for row in rows if row.status != "ok"))
+
+
+def _than(ratio: float | None) -> str:
+    """How much longer or shorter than this package's something takes, in a word that says which it is."""
+    if ratio is None:
+        return ""
+    more = f"{max(ratio, 1 / ratio):.2f}"
+    return "equal" if more == "1.00" else f"{more}x {'slower' if ratio > 1 else 'faster'}"
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:
