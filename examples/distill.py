@@ -125,12 +125,19 @@ def plot(
     ticks = range(TRAIN, n + 1, 16)
     for axis, name, weights in zip(axes[1:], ("Teacher", "Student"), (teacher, student), strict=True):
         image = axis.imshow(
-            np.ma.masked_equal(weights[head, :, TRAIN:], 0),
+            np.ma.masked_equal(weights[head], 0),
             norm=LogNorm(1e-4, 1),
             cmap="magma_r",
-            extent=(TRAIN, n, n, TRAIN),
+            extent=(0, n, n, TRAIN),  # all keys: the first ones often weigh most
+            aspect="auto",
+            interpolation="nearest",
         )
-        axis.set(title=f"{name}, head {head}, held-out queries", xlabel="key position", xticks=ticks, yticks=ticks)
+        axis.set(
+            title=f"{name}, head {head}, held-out queries",
+            xlabel="key position",
+            xticks=range(0, n + 1, 64),
+            yticks=ticks,
+        )
     axes[1].set_ylabel("query position")
     top.colorbar(image, ax=axes, shrink=0.8, label="attention weight", extend="min")
 
