@@ -38,7 +38,7 @@ def add_result(figure: Any, train: list[float], before: np.ndarray, after: np.nd
     bars.set_ylim(0, 1.2 * max(before.max(), after.max()))  # room for the legend
     bars.legend(frameon=False, fontsize=7, ncols=2, loc="upper center")
     for axis in (loss, bars):
-        axis.tick_params(labelsize=7)
+        axis.tick_params(which="both", labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         "What each head of the sparse student sees, and how close it comes to its teacher\n"
