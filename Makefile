@@ -1,12 +1,18 @@
 # The commands to remember. PYTHON names another interpreter.
 PYTHON ?= python
 
-.PHONY: check test-cpu test-gpu sanitize bench
+# What a mistake in the host code breaks first: references and judges, the NumPy kernels against them, plans, masks'
+# blocks, what is packed for a kernel, CUDA texts and their seams, and the refusals of a call.
+QUICK = reference compare cases properties numpy_backend patterns planning launch source seams api validate
+.PHONY: quick check test-cpu test-gpu sanitize bench
 
 check: ## lint, format, types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+quick: check ## before a commit, within a minute on two cores: the above and the fast tests that prove most
+	$(PYTHON) -m pytest -q -r fE -m "not gpu" $(QUICK:%=tests/test_%.py)
 
 test-cpu: ## everything a machine without a GPU can prove, compiling included
 	$(PYTHON) -m pytest -m "not gpu"

@@ -54,13 +54,13 @@ def whole(low: int, high: int = 2**31 - 1, step: int = 1) -> Callable[[str], int
 
 
 def rate(text: str) -> float:
-    """Type of an option: a learning rate."""
+    """Type of an option: a learning rate of Adam, which moves a weight by about so much in a step."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number; write 0.01")
+    if not 1e-6 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1e-6 to 1; write 0.01")
     return number
 
 

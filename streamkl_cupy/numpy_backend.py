@@ -37,7 +37,7 @@ from . import masks as rules
 from . import threads, validate
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
 from .masks import Scene
-from .problem import INPUT_NAMES, MASK_ARRAYS, Problem, Side
+from .problem import INPUT_NAMES, MASK_ARRAYS, Problem, Side, counted
 from .threads import Team, Turn
 
 Array = NDArray[Any]
@@ -93,8 +93,9 @@ class NumPyPlan:
 
     def __str__(self) -> str:
         return (
-            f"numpy {self.dtype}: {self.blocks} blocks of {self.batches} batches x {self.heads} heads x {self.queries} "
-            f"queries, {self.keys} keys at a time, {self.scratch_bytes / 2**20:.1f} MiB of scratch"
+            f"numpy {self.dtype}: {counted(self.blocks, 'block')} of {counted(self.batches, 'batch', 'batches')} x "
+            f"{counted(self.heads, 'head')} x {counted(self.queries, 'query', 'queries')}, "
+            f"{counted(self.keys, 'key')} at a time, {self.scratch_bytes / 2**20:.1f} MiB of scratch"
             + (f" for each of {self.threads} threads" if self.threads > 1 else "")
         )
 

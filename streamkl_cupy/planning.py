@@ -29,7 +29,7 @@ from .arch import (
 from .divergences import DIVERGENCES
 from .masks import Scene, key_range, parts_of
 from .portions import portions, survey
-from .problem import INPUT_NAMES, Problem
+from .problem import INPUT_NAMES, Problem, counted
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -91,8 +91,9 @@ class KernelPlan:
     def __str__(self) -> str:
         t = self.tile
         return (
-            f"{self.name}: {self.entry} for {self.arch}, {self.blocks} blocks x {self.threads} threads, "
-            f"{t.rows} rows x {t.columns} columns, {t.stages} stages, {self.smem_bytes} B shared"
+            f"{self.name}: {self.entry} for {self.arch}, {counted(self.blocks, 'block')} x "
+            f"{counted(self.threads, 'thread')}, {counted(t.rows, 'row')} x {counted(t.columns, 'column')}, "
+            f"{counted(t.stages, 'stage')}, {self.smem_bytes} B shared"
             + (f", keys split over {self.splits} blocks" if self.splits > 1 else "")
             + (
                 f", lists of more than {self.longest} tiles shared, sums {self.share_bytes} B"
@@ -161,9 +162,9 @@ class Plan:
         p = self.problem
         lines = [
             f"attention KL on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}"
-            + (f", {p.sequences} sequences" if p.sequences else ""),
+            + (f", {counted(p.sequences, 'sequence')}" if p.sequences else ""),
             *(
-                f"  {name}: D={side.dim} {side.dtype}, {side.k.heads} key heads, scale {side.scale:.6g}"
+                f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
                 for name, side in (("teacher", p.teacher), ("student", p.student))
             ),
             f"  workspace {self.workspace_bytes} B",

@@ -18,6 +18,11 @@ MASK_ARRAYS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k", "key_mask")
 STUDENT: Final = ("student_q", "student_k")
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number with its noun: 1 block, 2 blocks."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 class Options(NamedTuple):
     """The keyword arguments shared by every entry point, as the caller gave them."""
 

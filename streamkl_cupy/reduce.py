@@ -7,9 +7,33 @@ multiplied by zero.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import numpy as np
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def _to_zero(function: _F) -> _F:
+    """Let what is too small become 0 on NumPy too, whatever the caller's `numpy.errstate` does about it.
+
+    That is the right answer, and what the other frameworks do. An overflow, or a NaN made of infinite weights, is not,
+    and stays as loud as the caller wants it.
+    """
+
+    @wraps(function)
+    def calm(xp: Any, *args: Any) -> Any:
+        if xp is not np:
+            return function(xp, *args)
+        with np.errstate(under="ignore"):
+            return function(xp, *args)
+
+    return calm  # type: ignore[return-value]
+
+
+@_to_zero
 def reduce_rows(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) -> Any:
     """Weighted rows, their sum, or sum(w KL) / sum(w) over rows that see a key; 0 where sum(w) is 0.
 
@@ -30,6 +54,7 @@ def reduce_rows(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) -> Any:
     return xp.where(mass == 0, 0.0, total / xp.where(mass == 0, 1.0, mass))
 
 
+@_to_zero
 def row_gradient(xp: Any, lse: Any, weight: Any, reduction: str) -> Any:
     """Derivative of the sum or mean by each row's value: what the backward takes as `grad`."""
     w = _row_weights(xp, lse, weight, lse.dtype)
@@ -39,6 +64,7 @@ def row_gradient(xp: Any, lse: Any, weight: Any, reduction: str) -> Any:
     return xp.where(mass == 0, 0.0, w / xp.where(mass == 0, 1.0, mass))
 
 
+@_to_zero
 def teacher_mass(xp: Any, lse: Any, dense_lse: Any) -> Any:
     """Share of the teacher's dense distribution on the keys a row sees; 0 where it sees none."""
     # Selected before the subtraction: -inf minus -inf is NaN, and NumPy warns of it even where it is not taken.
@@ -47,8 +73,9 @@ def teacher_mass(xp: Any, lse: Any, dense_lse: Any) -> Any:
 
 def _row_weights(xp: Any, lse: Any, weight: Any, dtype: Any) -> Any:
     """Weights in the shape and dtype of the rows, exactly 0 where a row sees no key."""
+    empty = lse == -xp.inf
     if weight is None:
-        given: Any = 1.0
-    else:
-        given = weight.to(dtype) if hasattr(weight, "to") else weight.astype(dtype)
-    return xp.where(lse == -xp.inf, xp.zeros_like(lse), given)
+        return xp.where(empty, xp.zeros_like(lse), 1.0)
+    # Selected before the cast, in which the weight of such a row could overflow.
+    given = xp.where(empty, 0, weight)
+    return given.to(dtype) if hasattr(given, "to") else given.astype(dtype)

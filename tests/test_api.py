@@ -218,6 +218,65 @@ def test_rows_without_a_key_are_no_cause_for_warnings(module: str) -> None:
         assert float(reduce.reduce_rows(xp, array([0, 2]), array([empty, 0]), None, "mean")) == 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_is_too_small_becomes_zero_without_a_word(dtype: str, rng: np.random.Generator) -> None:
+    """Also where the caller has NumPy raise: underflow to 0 is the right answer."""
+    tiny = np.finfo(dtype).tiny
+    empty, low = np.full(1, -np.inf, dtype), -rng.uniform(800, 900, 3).astype(dtype)
+    lse = np.concatenate([empty, low, rng.uniform(-3, 3, 3).astype(dtype)])
+    kl = np.concatenate([np.zeros(1), rng.uniform(1, 2, 3) * tiny, rng.uniform(0, 1, 3)]).astype(dtype)
+    # Weights of another type that this one does not hold: one too large where no key is seen, and one too small.
+    weight = np.array([1e300, 1e-300, *rng.uniform(0, 1, 3) * tiny, 1, 2])
+    few = rng.uniform(0, 1, 7) * tiny
+    with np.errstate(all="ignore"):
+        held = np.where(np.isneginf(lse), 0, weight).astype(dtype)
+        product, share = held * kl, held / held.sum()
+    with np.errstate(all="raise"):
+        mass = reduce.teacher_mass(np, lse, np.full(7, 10, dtype))
+        values = {name: reduce.reduce_rows(np, kl, lse, weight, name) for name in ("none", "sum", "mean")}
+        grads = {name: reduce.row_gradient(np, lse, weight, name) for name in ("sum", "mean")}
+        # Weights that are all denormal have a mean as any others.
+        light = reduce.reduce_rows(np, kl, lse, few, "mean"), reduce.row_gradient(np, lse, few, "mean").sum()
+    assert (mass[:4] == 0).all()
+    np.testing.assert_allclose(mass[4:], np.exp(lse[4:].astype(np.float64) - 10), rtol=1e-3)
+    np.testing.assert_array_equal(values["none"], product)
+    assert float(values["sum"]) == pytest.approx(float(product.sum()))
+    assert float(values["mean"]) == pytest.approx(float(product.sum() / held.sum()))
+    np.testing.assert_array_equal(grads["sum"], held)
+    np.testing.assert_array_equal(grads["mean"], share)
+    assert 0 < light[0] < 1
+    assert light[1] == pytest.approx(1)
+
+
+def test_calls_under_errstate_raise(rng: np.random.Generator) -> None:
+    """Values, log-sum-exps, explicit gradients and masses of rows that are empty, sharp or weigh nothing."""
+    x = [rng.standard_normal((2, 9, 8)).astype(np.float32) for _ in INPUT_NAMES]
+    x[0] *= 200  # all of the teacher on one key
+    weight = np.where(rng.random((2, 9)) < 0.5, 0, 1e-40)
+    options: dict[str, Any] = {"causal": True, "q_offset": -3}
+
+    def everything() -> list[Any]:
+        dense = streamkl_cupy.attention_kl_forward(*x).teacher_lse
+        rows = streamkl_cupy.attention_kl_forward(*x, **options, dense_teacher_lse=dense)
+        found = [*rows]
+        for reduction in ("sum", "mean"):
+            found.append(streamkl_cupy.attention_kl(*x, **options, reduction=reduction, row_weight=weight))
+            value, grads = streamkl_cupy.attention_kl_value_and_grad(
+                *x, **options, reduction=reduction, row_weight=weight
+            )
+            found += [value, *(g for g in grads if g is not None)]
+        return found
+
+    with np.errstate(all="raise"):
+        loud = everything()
+    with np.errstate(all="ignore"):
+        quiet = everything()
+    for a, b in zip(loud, quiet, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (loud[3][:, :3] == 0).all()
+    assert (loud[3] == 0).sum() > 2 * 3, "no mass has underflown"
+
+
 def test_teacher_mass_of_rows_that_see_nothing_anyway(backend: Any) -> None:
     """Causal with more rows than keys: the first rows see nothing in the dense call either."""
     c = make(M=7, N=4, D_t=8)

@@ -302,6 +302,43 @@ def test_what_does_not_run_is_a_row_that_says_so() -> None:
     assert bench.notes(rows)[3] == "broken, missing: not here"
 
 
+def test_the_plot_says_which_points_are_missing_and_draws_on_equal_axes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    rows = [
+        {"status": "ok", "keys": n, "peer": p, "title": p, "pass": q, "ms_median": n * f, "peak_bytes": n * f}
+        for q, f in (("forward", 1), ("value_and_grad", 50))
+        for p in ("streamkl", "numpy")
+        for n in (64, 128, 256)
+    ]
+    rows[1] |= {"status": "out of memory", "ms_median": None, "peak_bytes": None}
+    rows[3]["peak_bytes"] = 0
+    drawn: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    report.plot(tmp_path / "plot.png", rows, "a card")
+    (figure,) = drawn
+    words = " ".join(figure.get_suptitle().split())
+    assert words.startswith("a card streamkl, out of memory: forward N = 128 numpy, no extra memory")
+    assert words.endswith("forward N = 64")
+    for line in (figure.axes[:2], figure.axes[2:4]):
+        assert line[0].get_ylim() == line[1].get_ylim()
+    (time,) = (line for line in figure.axes[0].get_lines() if line.get_label() == "streamkl")
+    assert [y == y for y in time.get_ydata()] == [True, False, True]
+    monkeypatch.undo()
+    pyplot.close(figure)
+
+
+def test_the_ratio_says_which_way_is_better() -> None:
+    def row(peer: str, ms: float | None, name: str = "forward") -> bench.Row:
+        return bench.Row(name, peer, peer, "cpu", ms_median=ms)
+
+    at = bench.COLUMNS.index("than ours")
+    others = [row("a", 8.0), row("b", 1.0), row("c", 2.001), row("d", None), row("e", 1.0, "backward")]
+    cells = bench.table_rows([row("streamkl", 2.0), *others])
+    assert [line[at] for line in cells] == ["", "4.00x slower", "2.00x faster", "equal", "", ""]
+
+
 def test_a_wrong_result_is_not_timed_as_a_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
     right = bench.attention_kl_forward
     assert run_with([peers.Ours()])[0].status == "ok"

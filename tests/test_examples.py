@@ -246,7 +246,18 @@ def test_a_missing_package_is_named_with_its_fix(tmp_path: Path, script: str, mo
             marks=needs("tqdm"),
         ),
         ("benchmarks/masks.py", ("--device", "cpu", "--sizes", "100"), "give multiples of --block 32"),
-        ("benchmarks/masks.py", ("--device", "cpu", "--name", "a/b"), "a base name without folders"),
+        ("benchmarks/masks.py", ("--device", "cpu", "--sizes", "2M", "2G"), "'2G' is no whole number"),
+        (
+            "benchmarks/masks.py",
+            ("--device", "cpu", "--sizes", "64", "2048M"),
+            "--sizes 2147483648: kernels count rows",
+        ),
+        *(
+            ("benchmarks/masks.py", ("--device", "cpu", "--name", name), "a base name without folders")
+            for name in ("a/b", "", ".", "..")
+        ),
+        ("benchmarks/masks.py", ("--device", "cpu", "--out", __file__), "cannot be written (File exists)"),
+        ("benchmarks/masks.py", ("--device", "cpu", "--name", "x" * 300), "cannot be written (File name too long)"),
         ("capture_smollm2.py", ("--tokens", "0"), "--tokens 0 must be in"),
         ("capture_smollm2.py", ("--hidden", "3"), "must be among --layers"),
         ("capture_smollm2.py", ("--topic", "cookery"), "'cookery' is not one of"),
@@ -257,10 +268,25 @@ def test_bad_options_are_refused(tmp_path: Path, script: str, arguments: tuple[s
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert not done.stdout, "something had begun"
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+@needs("tqdm")
+@pytest.mark.parametrize("script", ["distill.py", "sparse_student.py"])
+def test_losses_that_do_not_halve_are_one_line(tmp_path: Path, script: str) -> None:
+    """Nobody can tell beforehand how far so small a rate leads."""
+    options = ["--steps", "20", "--rate", "1e-6", "--cpu", *(["--no-plot"] if script == "distill.py" else [])]
+    done = python(str(EXAMPLES / script), *options, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.rstrip().endswith(
+        "The training and held-out loss did not halve; try more --steps, a larger --dim or another --rate."
+    )
 
 
 TRAINING = {"--steps": ["19", "2.5", "many"], "--seed": ["-1", "x"]}
-STUDENT = {**TRAINING, "--dim": ["0", "15", "258", "x"], "--rate": ["0", "-1", "nan", "inf", "x"]}
+STUDENT = {**TRAINING, "--dim": ["0", "15", "258", "x"], "--rate": ["0", "-1", "1e-300", "1.5", "nan", "inf", "x"]}
 FILES = ["plot.xyz", "plot", "no/such/folder.png", "taken.png", "x" * 300 + ".png"]
 WRONG: dict[str, dict[str, list[str]]] = {
     "torch_autograd.py": TRAINING,
@@ -282,6 +308,16 @@ WRONG: dict[str, dict[str, list[str]]] = {
         "--chunk": ["0"],
         "--seed": ["-1"],
     },
+    "benchmarks/masks.py": {
+        "--sizes": ["0", "-64", "x"],
+        "--heads": ["0", "65537", "x"],
+        "--dim": ["0", "257", "x"],
+        "--window": ["0", "x"],
+        "--block": ["0", "20", "144", "-16", "x"],
+        "--seed": ["-1", "1.5", "x"],
+        "--seconds": ["0", "-1", "nan", "x"],
+        "--rounds": ["0", "x"],
+    },
     "capture_smollm2.py": {"--out": ["new.npy", "no/such/folder.npz"]},
 }
 
@@ -295,7 +331,7 @@ def test_every_option_is_read_with_care(
     monkeypatch.syspath_prepend(EXAMPLES)
     Path("taken.png").mkdir()
     module = load_script(script)
-    monkeypatch.setattr(module, "need", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(module, "prepared" if "masks" in script else "need", lambda *_: pytest.fail("went on"))
     for option, values in WRONG[script].items():
         for value in values:
             monkeypatch.setattr(sys, "argv", [script, f"{option}={value}"])
@@ -303,7 +339,7 @@ def test_every_option_is_read_with_care(
                 module.main()
             assert left.value.code == 2
             line = capsys.readouterr().err.splitlines()[-1]
-            assert line.startswith(f"{script}: error: argument {option}: {value!r} "), line
+            assert line.startswith(f"{Path(script).name}: error: argument {option}: {value!r} "), line
 
 
 def test_sample_data() -> None:

@@ -70,7 +70,7 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (big.batches, big.heads, big.queries, big.keys) == (1, 1, 1024, 512)
     assert big.blocks == 2 * 8 * 5
     assert str(big) == (
-        "numpy float32: 80 blocks of 1 batches x 1 heads x 1024 queries, 512 keys at a time, 7.5 MiB of scratch"
+        "numpy float32: 80 blocks of 1 batch x 1 head x 1024 queries, 512 keys at a time, 7.5 MiB of scratch"
     )
     small = plan_of(B=40, H=6, M=16, N=16, D_t=8, teacher_key_heads=2, dtypes="float64")
     assert small.heads == 6

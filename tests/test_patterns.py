@@ -637,6 +637,76 @@ def test_far_offsets_are_one_pattern() -> None:
     assert none.coverage().fraction == 1, "there is no context to miss"
 
 
+FAR_OFFSETS = [
+    sign * (2**bits + more) for bits in (31, 33, 40, 41, 63, 64, 80) for more in (-1, 0, 1) for sign in (1, -1)
+]
+
+
+@pytest.mark.filterwarnings("ignore::streamkl_cupy.patterns.CoverageWarning")
+@pytest.mark.parametrize("offset", FAR_OFFSETS)
+def test_an_offset_has_any_size(offset: int) -> None:
+    """As in a call: what lies beyond all keys is one and the same."""
+    near = 10**6 if offset > 0 else -(10**6)
+    size = {"queries": 100, "keys": 170, "block": (16, 32)}
+    every, listed = np.ones((7, 6), bool), patterns.full(**size)
+    for make in (
+        lambda x: patterns.full(**size, causal=True, q_offset=x),
+        lambda x: patterns.from_dense(every, **size, causal=True, q_offset=x),
+        lambda x: patterns.from_csr(listed.row_offsets, listed.key_blocks, **size, causal=True, q_offset=x),
+        lambda x: patterns.local(5, **size, q_offset=x),
+        lambda x: patterns.local((None, 5), **size, q_offset=x),
+        lambda x: patterns.local((5, None), **size, q_offset=x),
+        lambda x: patterns.local(9, **size, causal=True, q_offset=x),
+        lambda x: patterns.strided(3, [0, 2], **size, causal=True, q_offset=x),
+        lambda x: patterns.sinks(40, **size, causal=True, q_offset=x),
+        lambda x: patterns.sharded(2, window=9, stride=2, sink=3, **size, causal=True, q_offset=x),
+        lambda x: patterns.sharded(2, window=9, stride=[(64, 1), (None, 2)], **size, q_offset=x),
+        lambda x: patterns.sharded(2, window=9, stride=[(64, 1)], **size, q_offset=x),
+        lambda x: BlockPattern(np.zeros((1, 8), int), [], 100, 170, 16, 32, diagonal=x),
+    ):
+        assert make(offset) == make(near)
+    # A reach as long as can be does not come back from there.
+    for window in (MOST, (MOST, 0), (0, MOST)):
+        if abs(offset) > MOST + 10**6:
+            assert patterns.local(window, **size, q_offset=offset).density == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: patterns.full(queries=1, causal=True, q_offset=x),
+        lambda x: patterns.local(1, queries=1, q_offset=x),
+        lambda x: BlockPattern([0, 0], [], 1, 1, diagonal=x),  # type: ignore[arg-type]
+    ],
+)
+def test_an_offset_is_an_integer(make: Callable[[Any], Any]) -> None:
+    for odd in (2.0, "2", True, b"2"):
+        with pytest.raises(TypeError, match=r"(q_offset|diagonal)=.* is an? (float|str|bool|bytes)"):
+            make(odd)
+
+
+@pytest.mark.filterwarnings("ignore")  # of rows that see nothing
+@pytest.mark.parametrize("offset", FAR_OFFSETS)
+@pytest.mark.parametrize("window", [None, (5, 5), (None, 0), (2**31 - 1, 0), (2**40, 2**40)], ids=str)
+def test_calls_with_patterns_and_far_offsets(offset: int, window: Any, rng: np.random.Generator) -> None:
+    size = {"queries": 40, "keys": 50, "block": 16}
+    made = patterns.strided(2, [0, 1], **size) | patterns.local(5, **size, causal=True, q_offset=offset)
+    x = [rng.standard_normal((1, 2, n, 8)).astype(np.float32) for n in (40, 50, 40, 50)]
+    for causal in (False, True) if window else (True,):
+        options = {"causal": causal, "window": window, "q_offset": offset, "block_mask": made}
+        left, right = (2**100 if side is None else side for side in window or (None, None))
+        distance = [[j - i - offset for j in range(50)] for i in range(40)]  # in integers without an end
+        inside = np.array([[-left <= d <= (min(right, 0) if causal else right) for d in line] for line in distance])
+        seen = np.stack([inside & made.visible(np.arange(40)[:, None], np.arange(50), head) for head in (0, 1)])
+        rows = streamkl_cupy.attention_kl_forward(*x, **options)
+        logits = np.where(seen, x[0][0].astype(float) @ x[1][0].swapaxes(1, 2) / 8**0.5, -np.inf)
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(rows.teacher_lse[0], np.log(np.exp(logits).sum(-1)), rtol=1e-4, atol=1e-5)
+        _, grads = streamkl_cupy.attention_kl_value_and_grad(*x, **options, reduction="sum")
+        assert ((grads.student_q[0] != 0).any(-1) <= seen.any(-1)).all()
+        assert ((grads.student_k[0] != 0).any(-1) <= seen.any(1)).all()
+
+
 def peak_of(work: Callable[[], Any]) -> float:
     """MiB that Python and NumPy hold at the most during the work, beyond what they held before."""
     tracemalloc.start()
@@ -841,8 +911,6 @@ def test_bad_input_is_named(make: Any, error: type[Exception], message: str) -> 
 NUMBERS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
     "queries": (lambda x: patterns.full(queries=x), 0, MOST),
     "keys": (lambda x: patterns.full(queries=1, keys=x), 0, MOST),
-    "q_offset": (lambda x: patterns.full(queries=1, causal=True, q_offset=x), -MOST, MOST),
-    "diagonal": (lambda x: BlockPattern([0, 0], [], 1, 1, diagonal=x), -MOST, MOST),  # type: ignore[arg-type]
     "window": (lambda x: patterns.local(x, queries=1), -1, MOST),
     "stride": (lambda x: patterns.strided(x, queries=1), 1, MOST),
     "offset_per_head": (lambda x: patterns.strided(1, x, queries=1), -MOST, MOST),

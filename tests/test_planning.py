@@ -12,6 +12,7 @@ import pytest
 
 from streamkl_cupy import launch, patterns
 from streamkl_cupy.arch import ARGS_BYTES, SIDES, Work, families, sm80, sm90, sm90_fused
+from streamkl_cupy.numpy_backend import make_plan as numpy_plan
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
 from streamkl_cupy.portions import survey
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
@@ -202,6 +203,25 @@ def test_one_mask_with_holes_leaves_registers_for_one_pass() -> None:
     assert plan(mask=MaskSpec(("causal", "blocks"), (("q_offset", 0),), pattern)).unfused == ()
     assert plan(mask=MaskSpec(("lengths", "keys"))).unfused == ()
     assert "registers hold one mask with holes" in str(plan(mask=MaskSpec(("keys", "blocks"), (), pattern)))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_plans_count_in_words(arch: str) -> None:
+    """One of a thing is not several, whatever is counted."""
+    shapes = [{"M": 1, "N": 1, "heads": 1, "batch": 1, "key_heads": 1}, {"heads": 2, "batch": 3, "M": 300, "N": 9000}]
+    texts = [str(plan(arch, **what)) for what in shapes]
+    texts += [str(numpy_plan(problem(**what))) for what in shapes]
+    one = {"block", "batch", "head", "query", "key", "thread", "row", "column", "stage"}
+    several = {"blocks", "batches", "heads", "queries", "keys", "threads", "rows", "columns", "stages"}
+    for text in texts:
+        counted = [
+            (int(n), noun) for n, noun in re.findall(r"\b(\d+) (?:key (?=head))?(\w+)", text) if noun in one | several
+        ]
+        assert len(counted) > 4
+        assert [found for found in counted if (found[0] == 1) != (found[1] in one)] == []
+    assert "1 block of 1 batch x 1 head x 1 query, 1 key at a time" in texts[2]
+    assert "1 block x" in texts[0]
+    assert "1 key head," in texts[0]
 
 
 def test_limits_are_errors() -> None:

@@ -30,8 +30,11 @@ from streamkl_cupy import arrays, catalogue, install, patterns
 from streamkl_cupy.adapters import ITEMSIZE
 from streamkl_cupy.cli import bench, environment, exit_code, report
 from streamkl_cupy.cli.cases import home_of, numpy_type, to_float64, torch_missing
-from streamkl_cupy.cli.values import positive, seconds
+from streamkl_cupy.cli.values import positive, results, seconds, whole
 from streamkl_cupy.errors import StreamKLError
+from streamkl_cupy.patterns.families import MOST_HEADS
+from streamkl_cupy.patterns.pattern import MAX_BLOCK, UNIT
+from streamkl_cupy.planning import MAX_DIM, MAX_ROWS
 from streamkl_cupy.testing.timing import Call, DeviceTimer, HostTimer, Timer, Variant, measure
 
 EPILOG = """\
@@ -490,7 +493,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, timer: Timer) -> None:
         self.options, self.timer = options, timer
         self.home = home_of(options.device)
-        self.base = options.out / options.name
+        self.base = options.base
         self.rows: list[Row] = []
         self.samples: dict[str, list[float]] = {}
         self.about = bench.environment_of(options.device, self.home)
@@ -717,14 +720,21 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(%(default)s)")
     parser.add_argument("--sizes", nargs="+", type=positive, metavar="N", help="rows and keys (16384 65536; CPU 1024)")
-    parser.add_argument("--heads", type=positive, metavar="H", help="(8 up to 32k, 4 beyond; CPU 2)")
-    parser.add_argument("--dim", type=positive, default=128, metavar="D", help="head dim of both sides (%(default)s)")
+    parser.add_argument("--heads", type=whole(1, MOST_HEADS), metavar="H", help="(8 up to 32k, 4 beyond; CPU 2)")
+    parser.add_argument(
+        "--dim", type=whole(1, MAX_DIM), default=128, metavar="D", help="head dim of both sides (%(default)s)"
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; CPU float32)")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="cases (all)")
     parser.add_argument("--window", type=positive, metavar="W", help="keys on a side (1024; CPU 128)")
-    parser.add_argument("--block", type=positive, metavar="B", help="of patterns, in rows and keys (128; CPU 32)")
+    parser.add_argument(
+        "--block",
+        type=whole(UNIT, MAX_BLOCK, step=UNIT),
+        metavar="B",
+        help="of patterns, in rows and keys (128; CPU 32)",
+    )
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention and its compilations out")
-    parser.add_argument("--seed", type=int, default=0, help="of the packed lengths (%(default)s)")
+    parser.add_argument("--seed", type=whole(0, 2**31 - 1), default=0, help="of the packed lengths (%(default)s)")
     parser.add_argument("--seconds", type=seconds, help="of timing per variant (0.08; CPU 0.02)")
     parser.add_argument("--rounds", type=positive, default=6, help="turns of each variant (%(default)s)")
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("streamkl-bench"), help="results (%(default)s)")
@@ -736,10 +746,9 @@ def prepared(options: argparse.Namespace) -> Timer:
     """Defaults filled in and everything checked that a run needs; its timer.
 
     Raises:
-        ValueError: an option that cannot be.
+        ValueError: an option that cannot be, or results that cannot be written.
         StreamKLError: nothing to run on.
-        ImportError: torch is missing.
-        OSError: the results cannot be written.
+        ImportError: torch is missing, or on the CPU the package of a type.
     """
     sizes, dtype, window, block, time_of_each = DEFAULTS[options.device]
     options.sizes = options.sizes or sizes
@@ -749,9 +758,10 @@ def prepared(options: argparse.Namespace) -> Timer:
     options.seconds = options.seconds or time_of_each
     if odd := [size for size in options.sizes if size % options.block or size < 64]:
         raise ValueError(f"--sizes {odd[0]}: give multiples of --block {options.block} from 64")
-    if Path(options.name).name != options.name:
-        raise ValueError(f"--name {options.name}: a base name without folders; --out names the folder")
+    if large := [size for size in options.sizes if size > MAX_ROWS]:
+        raise ValueError(f"--sizes {large[0]}: kernels count rows up to {MAX_ROWS}")
     if options.device == "cpu":
+        numpy_type(options.dtype)
         timer: Timer = HostTimer()
     else:
         if arrays.current_gpu() is None:
@@ -759,7 +769,7 @@ def prepared(options: argparse.Namespace) -> Timer:
         if reason := torch_missing():
             raise ImportError(f"{reason}; inputs and FlexAttention are torch's: {install.command('torch')}")
         timer = DeviceTimer()
-    options.out.mkdir(parents=True, exist_ok=True)
+    options.base = results(options.out, options.name)
     return timer
 
 

@@ -19,7 +19,7 @@ from ..testing.timing import DeviceTimer, HostTimer, Outcome, Timer, Variant, ho
 from . import environment, report
 from .cases import PASSES, Case, home_of, inputs, to_float64, torch_missing
 from .peers import KEYS, Ours, Peer, peers
-from .values import dims, positive, seconds
+from .values import dims, positive, results, seconds
 
 HELP = "time this package against what is installed, with the memory each needs"
 EPILOG = """\
@@ -39,6 +39,8 @@ passes
 Work counted for KL: forward 2 BHMN (Dt + Ds), backward 2 BHMN (Dt + 3 Ds), all gradients 6 BHMN (Dt + Ds), value and
 grad the sum of the first two; for attention 4 BHMND and 2.5 times that; half of it with --causal. An implementation
 that recomputes gets no credit for that. Attention is another operation: a yardstick of what the GPU can do at this D.
+
+"than ours" sets the median beside that of this package in the same pass: 2.00x slower takes twice its time.
 
 Memory is the peak beyond the inputs: "extra" by the frameworks' allocators, "driver" as missing from the GPU's free
 memory afterwards, which includes what allocators keep. Times are device time; what a forward call costs the host is
@@ -146,14 +148,7 @@ def run(options: argparse.Namespace) -> int:
     asked = {*(options.peers or ()), *(p.key for p in joining if p.key not in KEYS)}
     if elsewhere := sorted(asked & {p.key for p in joining if device not in p.devices}):
         raise ValueError(f"on device {device} these cannot run: {', '.join(elsewhere)}; leave them out")
-    if Path(options.name).name != options.name:
-        raise ValueError(f"--name {options.name}: a base name without folders; --out names the folder")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f".{options.name}").touch()
-        (options.out / f".{options.name}").unlink()
-    except OSError as error:
-        raise ValueError(f"--out {options.out}: cannot be written ({error.strerror}); name another folder") from error
+    base = results(options.out, options.name)
     about = environment_of(device, home)
     print(f"{about['card']}, driver {about.get('driver', '-')}, inputs made by {home}\n")
 
@@ -163,15 +158,15 @@ def run(options: argparse.Namespace) -> int:
         found = run_case(case, home, contestants, timer, options, samples)
         rows += found
         show(case, found)
-        write(options.out / options.name, rows, about, samples)
+        write(base, rows, about, samples)
     if device == "cuda":
         rows += host_rows(timer)
         show_host(rows)
         about["clocks under load"] = environment.clocks(_matmul(home)[1])
-    write(options.out / options.name, rows, about, samples)
-    written = [f"{options.out / options.name}{suffix}" for suffix in (".csv", ".json")]
+    write(base, rows, about, samples)
+    written = [f"{base}{suffix}" for suffix in (".csv", ".json")]
     if options.plot:
-        path = Path(f"{options.out / options.name}.png")
+        path = Path(f"{base}.png")
         drawn = [row.as_dict() for row in rows if _configuration(row) == _configuration(rows[0])]
         report.plot(path, drawn, f"{about['card']}: {_caption(cases[0])}")
         written.append(str(path))
@@ -412,7 +407,7 @@ def _rounded(record: dict[str, Any]) -> dict[str, Any]:
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in record.items()}
 
 
-COLUMNS = ("<pass", "<", "ms", "p20", "p80", "TFLOP/s", "of matmul", "times ours", "extra MiB", "driver MiB", "<")
+COLUMNS = ("<pass", "<", "ms", "p20", "p80", "TFLOP/s", "of matmul", "than ours", "extra MiB", "driver MiB", "<")
 
 
 def table_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
@@ -433,7 +428,7 @@ def table_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
                 _number(row.ms_p80, ".3f"),
                 _number(row.tflops, ".1f" if row.device == "cuda" else ".3f"),
                 _number(row.share_of_matmul, ".0%"),
-                _number(versus, ".2f") if row.peer != "streamkl" else "",
+                _than(versus) if row.peer != "streamkl" else "",
                 _number(row.peak_bytes, ".1f", 2.0**-20),
                 _number(row.driver_bytes, ".0f", 2.0**-20) if row.device == "cuda" else "",
                 "" if row.status == "ok" else row.status,
@@ -445,6 +440,14 @@ def table_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 def notes(rows: Sequence[Row]) -> list[str]:
     """Why rows have no figures, each reason of a peer once."""
     return list(dict.fromkeys(f"{row.title}, {row.status}: {row.note}" for row in rows if row.status != "ok"))
+
+
+def _than(ratio: float | None) -> str:
+    """How much longer or shorter than this package's something takes, in a word that says which it is."""
+    if ratio is None:
+        return ""
+    more = f"{max(ratio, 1 / ratio):.2f}"
+    return "equal" if more == "1.00" else f"{more}x {'slower' if ratio > 1 else 'faster'}"
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:

@@ -10,7 +10,9 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from math import nan
 from pathlib import Path
+from textwrap import fill
 from types import TracebackType
 from typing import Any
 
@@ -131,6 +133,27 @@ COLOURS = {
 }
 
 
+def not_drawn(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why points are missing from the plot, a line per peer and reason."""
+    missing: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for row in rows:
+        if not row["keys"] or row["peer"] not in COLOURS:
+            continue
+        if row["status"] != "ok":
+            why = row["status"]
+        elif row["peak_bytes"] is None:
+            why = "memory not measured"
+        elif row["peak_bytes"] == 0:
+            why = "no extra memory, and zero is nowhere on a logarithmic axis"
+        else:
+            continue
+        missing.setdefault((row["title"], why), {}).setdefault(row["pass"].replace("_", " "), []).append(row["keys"])
+    return [
+        f"{title}, {why}: " + "; ".join(f"{name} N = {', '.join(map(str, sizes))}" for name, sizes in passes.items())
+        for (title, why), passes in missing.items()
+    ]
+
+
 def plot(path: Path, rows: Sequence[Mapping[str, Any]], subtitle: str) -> None:
     """Time and peak extra memory against N on logarithmic axes, one column of panels per pass."""
     import matplotlib
@@ -146,18 +169,24 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], subtitle: str) -> None:
     with plt.rc_context():
         plt.rcParams |= {"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left"}
         figure, axes = plt.subplots(
-            2, len(passes), figsize=(3.6 * len(passes) + 1, 6.4), layout="constrained", squeeze=False, sharex=True
+            2,
+            len(passes),
+            figsize=(3.6 * len(passes) + 1, 6.4),
+            layout="constrained",
+            squeeze=False,
+            sharex=True,
+            sharey="row",
         )
         for column, name in enumerate(passes):
             for axis, value, scale in ((axes[0][column], "ms_median", 1.0), (axes[1][column], "peak_bytes", 2.0**-20)):
                 for peer, colour in COLOURS.items():
                     points = sorted(
-                        (row["keys"], row[value] * scale, row["title"])
-                        for row in measured
-                        # Zero has no place on a logarithmic axis: an operation that allocates nothing is not drawn.
-                        if row["pass"] == name and row["peer"] == peer and row[value]
+                        (row["keys"], row[value] * scale if row["status"] == "ok" and row[value] else nan, row["title"])
+                        for row in rows
+                        if row["pass"] == name and row["peer"] == peer and row["keys"]
                     )
-                    if points:
+                    # A line has a gap where a point is missing; the words above the panels say why.
+                    if any(y == y for _, y, _ in points):
                         x, y, titles = zip(*points)
                         axis.plot(x, y, color=colour, marker="o", markersize=3.5, linewidth=1.4, label=titles[0])
                 axis.set_xscale("log", base=2)
@@ -171,6 +200,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], subtitle: str) -> None:
         axes[1][0].set_ylabel("peak extra memory, MiB")
         handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels())}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
-        figure.suptitle(subtitle, fontsize=9, x=0.01, ha="left")
+        words = [fill(line, 48 * len(passes)) for line in (subtitle, *not_drawn(rows))]
+        figure.suptitle("\n".join(words), fontsize=9, x=0.01, ha="left")
         figure.savefig(path, dpi=150)
         plt.close(figure)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 
 from ..planning import MAX_DIM, MAX_TEACHER_DIM
 
@@ -32,6 +34,41 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1; write 4096 or 4k")
     return number
+
+
+def whole(low: int, high: int, step: int = 1) -> Callable[[str], int]:
+    """Type of an option: a whole number within limits, a multiple of `step`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if not low <= number <= high or number % step:
+            kind = "whole number" if step == 1 else f"multiple of {step}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no {kind} from {low} to {high}")
+        return number
+
+    return read
+
+
+def results(folder: Path, name: str) -> Path:
+    """The path that result files begin with: `name`, of --name, in `folder`, of --out, which is made.
+
+    Raises:
+        ValueError: no name of a file, or a folder that nothing can be written to.
+    """
+    if Path(name).name != name or name in ("", ".."):
+        raise ValueError(f"--name {name!r}: give a base name without folders; --out names the folder")
+    base = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{name}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out {folder}: cannot be written ({error.strerror}); name another folder") from error
+    return base
 
 
 def seconds(text: str) -> float:

@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..adapters import a_kind_of
-from ..validate import FAR, choice, flag
+from ..validate import FAR, choice, flag, integer
 from .pattern import LARGEST, BlockPattern, Grid, Places, any_of, build, fits, host_array, integers, places_of, ranged
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 MOST_HEADS = 2**16
+# A diagonal beyond this is as far as any: rows, keys and every reach but that without a limit (FAR) have 31 bits each.
+FARTHEST_OFFSET = 2**33
 MOST_NAMED = 8  # offsets in a warning
 
 # Said once, read in the help of every function.
@@ -389,7 +391,8 @@ def _grid(queries: Any, keys: Any, block: Any, causal: Any, q_offset: Any, band:
             f"q_offset={q_offset} moves the causal diagonal, but causal is False; pass causal=True or leave it out"
         )
     grid = Grid.checked(queries, queries if keys is None else keys, block, None)
-    offset = grid.keys - grid.queries if q_offset is None else ranged("q_offset", q_offset, -LARGEST)
+    offset = grid.keys - grid.queries if q_offset is None else integer("q_offset", q_offset)
+    offset = max(-FARTHEST_OFFSET, min(offset, FARTHEST_OFFSET))
     return Grid.checked(*grid[:2], grid[2:4], offset if causal else None), offset
 
 

@@ -468,7 +468,7 @@ class Grid(NamedTuple):
                 raise ValueError(f"{name}={size}; allowed are multiples of {UNIT} from {UNIT} to {MAX_BLOCK}")
         if diagonal is not None:
             # Beyond these ends nothing changes any more, so that equal patterns are equal.
-            diagonal = max(-queries, min(ranged("diagonal", diagonal, -LARGEST), keys))
+            diagonal = max(-queries, min(integer("diagonal", diagonal), keys))
         return cls(queries, keys, query_block, key_block, diagonal)
 
     @property
