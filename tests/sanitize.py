@@ -81,6 +81,7 @@ def run(families: tuple[arch.Family, ...], quick: bool, only: str) -> int:
     planning.families = lambda: families
     planning.MIN_TILES_IN_LIST = 2  # small lists are shared as long ones are
     planning.make_plan.cache_clear()
+    planning._unsplit_plan.cache_clear()
     calls._ready.clear()
     calls._runners.clear()
     count = 0

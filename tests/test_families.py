@@ -20,6 +20,13 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = ("bfloat16", "float16")
 DIMS = [(8, 8), (16, 64), (64, 64), (72, 80), (128, 128), (64, 128), (192, 128), (256, 256), (512, 64), (576, 128)]
+
+
+def forget_plans() -> None:
+    planning.make_plan.cache_clear()
+    planning._unsplit_plan.cache_clear()
+
+
 FAMILIES = {family.name: family for family in arch.families()}
 
 
@@ -32,9 +39,9 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cupy
     monkeypatch.setattr(planning, "families", lambda: chosen)
     monkeypatch.setattr(calls, "_ready", {})
     monkeypatch.setattr(calls, "_runners", {})
-    planning.make_plan.cache_clear()
+    forget_plans()
     yield request.param
-    planning.make_plan.cache_clear()
+    forget_plans()
 
 
 def judged(family: str, backend: Any, case: Any, grad: Any = None, **how: Any) -> Any:
@@ -195,10 +202,10 @@ def test_families_agree(cupy_only: Any, rng: Any, monkeypatch: pytest.MonkeyPatc
     inputs, results = cupy_only.arrays(case), []
     for chosen in (arch.families(), (FAMILIES["sm80"],)):
         monkeypatch.setattr(planning, "families", lambda chosen=chosen: chosen)
-        planning.make_plan.cache_clear()
+        forget_plans()
         monkeypatch.setattr(calls, "_ready", {})
         monkeypatch.setattr(calls, "_runners", {})
         results.append([cupy_only.numpy(x) for x in streamkl_cupy.attention_kl_forward(*inputs, **case.options)])
-    planning.make_plan.cache_clear()
+    forget_plans()
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, rtol=3e-6, atol=3e-6)

@@ -160,7 +160,12 @@ def check_gradient(
     epsilon = max(epsilon, unit or 0)
     blur = 5 * epsilon * size + (4 * epsilon * rough if hard or unit else 0)
     error, norm = _norm(a - e), _norm(e)
-    allowed = bound * max(norm, _norm(noise)) + _norm(blur) + tiny * float(e.size) ** 0.5
+    # The bound is of many roundings together, about half of the worst that one can do. How many there are is the
+    # participation ratio of rows: a few large ones are few, whatever the rest, and the elements of a row share the
+    # roundings of its logit gradients, of which there may be one.
+    many = norm**4 / max(float((np.linalg.norm(e, axis=-1) ** 4).sum()), 1e-300)
+    few = 1 + 1 / max(many, 1)
+    allowed = few * bound * max(norm, _norm(noise)) + _norm(blur) + tiny * float(e.size) ** 0.5
     if error > allowed:
         raise AssertionError(
             f"{name}: relative L2 error {error / max(norm, 1e-300):.3g} exceeds {allowed / max(norm, 1e-300):.3g} "
@@ -179,12 +184,9 @@ def check_gradient(
             f"{_ratio(a[at], e[at]):.4g} and cosine {_cosine(a[at], e[at]):.4g} "
             f"(error {row_error[at]:.3g}, allowed {row_allowed[at]:.3g})"
         )
-    # Roundings have no preferred sign: over many elements their component along the truth is far below their size. How
-    # many there are is the participation ratio of rows: a few large ones are few, whatever the rest, and the elements
-    # of a row share the roundings of its logit gradients, of which there may be one. Subnormal rounding does have a
-    # sign, that of the distance to 0.
+    # Roundings have no preferred sign: over many elements their component along the truth is far below their size.
+    # Subnormal rounding does have a sign, that of the distance to 0.
     bias = float(((a - e) * e).sum()) / norm if norm > 0 else 0.0
-    many = norm**4 / max(float((row_norm**4).sum()), 1e-300)
     below = tiny * float(e.size) ** 0.5
     if abs(bias) > below + (allowed - below) * min(1.0, 0.25 + 1.5 / max(many, 1) ** 0.5):
         raise AssertionError(f"{name}: biased by a factor {1 + bias / norm:.6g}; {_worst(_error(a, e), a, e)}")
