@@ -156,10 +156,11 @@ def check_gradient(
     if wrong.any():
         raise AssertionError(f"{name}: {wrong.sum()} elements must be exactly 0; {_worst(np.abs(a) * wrong, a, e)}")
 
-    # What float32 arithmetic alone may do, element by element: five roundings of every term.
-    epsilon = max(epsilon, unit or 0)
-    blur = 5 * epsilon * size + (4 * epsilon * rough if hard or unit else 0)
+    # What float32 arithmetic alone may do, element by element: five roundings of every term, and twice as many where
+    # nothing else is left, as of rows with a single key: log-sum-exps are rounded on their way to base 2 and back.
     error, norm = _norm(a - e), _norm(e)
+    epsilon = max(epsilon, unit or 0)
+    blur = (5 if norm > 0 else 10) * epsilon * size + (4 * epsilon * rough if hard or unit else 0)
     # The bound is of many roundings together, about half of the worst that one can do. How many there are is the
     # participation ratio of rows: a few large ones are few, whatever the rest, and the elements of a row share the
     # roundings of its logit gradients, of which there may be one.
