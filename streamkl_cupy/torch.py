@@ -31,8 +31,8 @@ __all__ = ["attention_kl"]
 
 _INPUTS = ", ".join(f"Tensor {name}" for name in INPUT_NAMES)
 _MASKS = ", ".join(f"Tensor? {name}" for name in MASK_ARRAYS)
-# Those of `Options`, with the key of the pattern in place of the pattern; and both scales again, for those that a
-# tracer holds as symbols: (2,) float64 on the CPU, NaN for a default.
+# Those of `Options`, with the key of the pattern in place of the pattern; and both scales again, where a tracer holds
+# one as a symbol: (2,) float64 on the CPU, which count for a side that has a scale at all.
 _OPTIONS = (
     "float? teacher_scale, float? student_scale, bool causal, SymInt? q_offset, str layout, str precision, "
     "bool? deterministic, SymInt[]? window, Tensor? block_mask, Tensor? scales=None"
@@ -108,9 +108,14 @@ def attention_kl(
     scales = (None, None) if traced else (teacher_scale, student_scale)
     options = validate.options(*scales, causal, q_offset, layout, precision, deterministic, window, block_mask)
     if traced:
-        key = None if block_mask is None else torch.from_numpy(block_mask.key)
         kl, teacher_lse, student_lse = _in_graph(
-            torch.compiler.is_dynamo_compiling(), *inputs, *masks, teacher_scale, student_scale, *options[2:-1], key
+            torch.compiler.is_dynamo_compiling(),
+            *inputs,
+            *masks,
+            teacher_scale,
+            student_scale,
+            *options[2:-1],
+            _key(block_mask),
         )
     elif _plain(inputs) and (key_mask is None or type(key_mask) is Tensor):
         views, seen = calls.view_inputs(*inputs), calls.view_masks(*masks)
@@ -119,8 +124,7 @@ def attention_kl(
     else:
         for kind, given in zip((*INPUT_NAMES, *MASK_ARRAYS), (*inputs, *masks)):
             _refuse_distributed(kind, given)
-        key = None if block_mask is None else torch.from_numpy(block_mask.key)
-        kl, teacher_lse, student_lse = _AttentionKL.apply(*inputs, *masks, *options[:-1], key)  # type: ignore[no-untyped-call]
+        kl, teacher_lse, student_lse = _AttentionKL.apply(*inputs, *masks, *options[:-1], _key(block_mask))  # type: ignore[no-untyped-call]
     if row_weight is not None:
         _check_weight(row_weight, kl)
     value = reduce.reduce_rows(torch, kl, teacher_lse, row_weight, reduction)
@@ -164,6 +168,11 @@ def _check_weight(weight: Any, rows: Tensor) -> None:
         raise ValueError(f"row_weight: shape {shape} does not broadcast to the rows {full}")
 
 
+def _key(pattern: BlockPattern | None) -> Tensor | None:
+    """What operators are handed of a pattern."""
+    return None if pattern is None else torch.from_numpy(pattern.key)
+
+
 def _refuse_distributed(name: str, x: Any) -> None:
     if type(x).__module__.startswith("torch.distributed."):
         raise TypeError(
@@ -196,8 +205,8 @@ def _in_graph(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     scales = (teacher_scale, student_scale)
     if any(isinstance(scale, torch.SymFloat) for scale in scales):
         one = torch.ones((), dtype=torch.float64)
-        packed = torch.stack([one * (torch.nan if scale is None else scale) for scale in scales])
-        scales = (None, None)
+        packed = torch.stack([one * (1.0 if scale is None else scale) for scale in scales])
+        scales = (None if teacher_scale is None else 1.0, None if student_scale is None else 1.0)
     else:
         packed = None
         scales = validate.options(*scales)[:2]
@@ -384,8 +393,9 @@ def _unpacked(
     scales: Tensor | None = None,
 ) -> Options:
     """Options as the operators take them: a schema knows lists for tuples, and no patterns."""
-    if scales is not None:
-        teacher_scale, student_scale = (None if scale != scale else scale for scale in scales.tolist())
+    if scales is not None:  # numbers that nobody has looked at yet
+        read = (None if given is None else x for given, x in zip((teacher_scale, student_scale), scales.tolist()))
+        teacher_scale, student_scale = validate.options(*read)[:2]
     pair = None if window is None else (window[0], window[1])
     pattern = None
     if block_mask is not None:
@@ -393,9 +403,7 @@ def _unpacked(
         from .patterns.pattern import pattern_of
 
         pattern = pattern_of(block_mask.numpy().tobytes().hex())
-    return validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, pair, pattern
-    )
+    return Options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, pair, pattern)
 
 
 def _fake_forward(teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, *options: Any) -> Any:

@@ -585,6 +585,23 @@ def test_changing_numbers_and_patterns_compile_twice(op: Op) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_scale_that_stops_being_a_number_is_refused(op: Op, bad: float) -> None:
+    """As it is outside of programs; a default must not take its place."""
+    torch = pytest.importorskip("torch")
+    torch.compiler.reset()
+    x = [torch.from_numpy(a) for a in op.make(0)]
+    program = torch.compile(
+        lambda scale: op.loss(*x, student_scale=scale, reduction="sum"), fullgraph=True, backend="aot_eager"
+    )
+    for scale in (0.1, 0.2, 0.3):
+        close(program(scale), op.loss(*x, student_scale=scale, reduction="sum"))
+    # Looked at by the compiler, which wraps the error, or by the operator.
+    with pytest.raises(Exception, match=r"student_scale=(nan|inf) is not finite"):
+        program(bad)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_explicit_functions_stay_out_of_compiled_programs(op: Op, torch_backend: Any) -> None:
     torch = torch_backend.xp
     torch.compiler.reset()
