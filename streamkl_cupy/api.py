@@ -714,9 +714,7 @@ def plan(
     device = None if arch is None else arrays.cuda(0)
     inputs = calls.outline(given, device)
     masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q, device)
-    if chosen.deterministic is None:
-        chosen = chosen._replace(deterministic=calls.as_framework_says(inputs.student_q))
-    problem = validate.to_problem(inputs, chosen, masks)
+    problem = calls.outlined(inputs, chosen, masks)
     validate.gradients_built(problem, wrt)
     if arch is None:
         return calls.runner_for(problem).plan  # type: ignore[no-any-return]
@@ -778,9 +776,7 @@ def warmup(
     wrt = validate.wanted(wrt)
     inputs = calls.outline((teacher_q, teacher_k, student_q, student_k))
     masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q)
-    if chosen.deterministic is None:
-        chosen = chosen._replace(deterministic=calls.as_framework_says(inputs.student_q))
-    problem = validate.to_problem(inputs, chosen, masks)
+    problem = calls.outlined(inputs, chosen, masks)
     validate.gradients_built(problem, wrt)
     calls.runner_for(problem).warmup(wrt)
 

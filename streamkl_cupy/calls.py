@@ -66,6 +66,13 @@ def as_framework_says(like: ArrayView) -> bool:
     return adapter is not None and adapter.deterministic()
 
 
+def outlined(inputs: Inputs, chosen: Options, masks: MaskArrays | None) -> Problem:
+    """The problem of arrays or stand-ins that `outline` has viewed, as a call with them would have it."""
+    if chosen.deterministic is None:
+        chosen = chosen._replace(deterministic=as_framework_says(inputs.student_q))
+    return validate.to_problem(inputs, chosen, masks)
+
+
 def runner_for(problem: Problem) -> Any:
     """The one Runner of a problem."""
     runner = _runners.get(problem)

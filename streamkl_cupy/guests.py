@@ -16,11 +16,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from .adapters import ADAPTERS, Adapter, ArrayView, a_kind_of, adapter_for, cupy_module, dtype_label, kind_of
+from .numpy_backend import widen
 
 ON_CPU, ON_CUDA = (1, 3), (2, 13)  # DLPack's devices: CPU and CUDA pinned; CUDA and CUDA managed
 UNSIGNED, BFLOAT = 1, 4  # DLPack's type codes
 
-_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
 _name_of = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
@@ -40,7 +41,7 @@ class _Declared:
     def __dlpack__(self, **options: Any) -> Any:
         capsule = self.x.__dlpack__(**options)
         name = _name_of(capsule)
-        ctypes.c_uint8.from_address(_pointer_of(capsule, name) + _TYPE_CODE[name]).value = self.code
+        ctypes.c_uint8.from_address(pointer_of(capsule, name) + _TYPE_CODE[name]).value = self.code
         return capsule
 
     def __dlpack_device__(self) -> Any:
@@ -65,7 +66,7 @@ class Guest(Adapter):
         """The array as NumPy or CuPy computes with it, of any dtype; bfloat16 on the CPU is widened to float32."""
         array, dtype = self._imported(name, x)
         if dtype == "bfloat16" and isinstance(array, np.ndarray):
-            return (array.astype(np.uint32) << 16).view(np.float32)
+            return widen(array, np.empty(array.shape, np.float32))
         return array
 
     def give(self, array: Any, like: Any) -> Any:

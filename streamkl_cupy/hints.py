@@ -9,15 +9,14 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .arrays import host
+from .numpy_backend import widen
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from .arrays import ArrayView, Inputs
     from .problem import Options, Problem
 
@@ -89,14 +88,11 @@ def _is_map(view: ArrayView) -> bool:
     """Whether the first and last rows are distributions; unit vectors are, but are plausible as queries and keys."""
     x = host(view)
     first, last = (0,) * (x.ndim - 2), (-1,) * (x.ndim - 2)
-    rows = np.concatenate([_values(x[first][:LOOKED_AT]), _values(x[last][-LOOKED_AT:])])
+    some = np.concatenate([x[first][:LOOKED_AT], x[last][-LOOKED_AT:]])
+    rows = widen(some, np.empty(some.shape))
     if not ((rows >= 0) & (rows <= 1)).all():
         return False
     return bool((np.abs(rows.sum(-1) - 1) < 0.02).all() and ((rows > 0) & (rows < 1)).any())
-
-
-def _values(x: NDArray[Any]) -> NDArray[Any]:
-    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float64)
 
 
 def _warn(kind: str, text: str) -> None:

@@ -22,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from . import api, arrays, calls, reduce, validate
 from .adapters import a_kind_of, xla_deterministic
+from .guests import pointer_of
 from .problem import INPUT_NAMES, MASK_ARRAYS, STUDENT, Device, Options, Problem, compact_strides
 from .signatures import answered
 
@@ -493,9 +494,6 @@ def _view(name: str, buffer: Any) -> arrays.ArrayView:
 
 _dtype_name: Callable[[Any], str] = functools.cache(lambda dtype: str(dtype.name))  # NumPy builds the name every time
 _DLPACK_CPU = 1
-_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
 
 
 def _pointer(buffer: Any) -> int:
@@ -505,7 +503,7 @@ def _pointer(buffer: Any) -> int:
     capsule is borrowed: it frees its own struct, and the memory is XLA's anyway.
     """
     capsule = buffer.__dlpack__()
-    return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value or 0
+    return ctypes.c_void_p.from_address(pointer_of(capsule, b"dltensor")).value or 0
 
 
 def _unfold(
