@@ -25,9 +25,11 @@ class Divergence:
     header: str
     formula: str
     statistics: tuple[str, ...]
+    """Per-row results of the forward that every backward reads."""
+    needs_value: tuple[str, ...]
+    """Sides whose gradients read the row's value besides, as `LogitGradient<side>::kNeedsValue` says on the device."""
     state_floats: int
     """Size of a row's partial state in memory, where several blocks share a row's keys."""
-    """Per-row results of the forward that the backward reads."""
     value: Callable[[Logits, Logits, Visible], NDArray[np.float64]]
     """(T, S, visible) (..., M, N) -> (..., M) in nats; 0 for a row that sees no key."""
     logit_gradients: Callable[[Logits, Logits, Visible], tuple[Logits, Logits]]
@@ -104,6 +106,7 @@ DIVERGENCES: dict[str, Divergence] = {
             header="divergences/kl.cuh",
             formula="KL_row = sum_j P_j (log P_j - log Q_j);  dS = Q - P;  dT = P ((log P - log Q) - KL_row)",
             statistics=("teacher_lse", "student_lse"),
+            needs_value=("teacher",),
             state_floats=5,
             value=_kl,
             logit_gradients=_kl_gradients,

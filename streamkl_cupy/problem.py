@@ -131,6 +131,8 @@ class Problem:
     sequences: int = 0
     """Sequences that lie one after the other in rows and keys; 0: all is one. Then batch is 1, and queries and keys
     count all of them."""
+    divergence: str = "kl"
+    """By its name in the registry."""
 
     def operand(self, name: str) -> Operand:
         """The operand an input name such as "student_k" stands for."""
