@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -56,6 +56,7 @@ MASKS: dict[str, tuple[str, ...]] = {
 }
 PLAIN = ("none", "causal")
 SEQUENCES = 16
+PATIENCE = 0.2  # seconds that an interrupt may wait
 # Enough rows to fill any GPU, and so few that planning prefers smaller tiles.
 EXTENTS = ((8, 8192), (1, 512))
 
@@ -246,12 +247,15 @@ def build(
     running: set[Future[tuple[Entry, compiler.Build | str]]] = set()
     with _workers(jobs) as pool:
         while True:
-            # Few more than there are processes: their pipe never fills, so ending them leaves no thread writing to it.
-            with _interrupts_held():
-                running |= {pool.submit(_build_one, entry) for entry in islice(waiting, jobs + 2 - len(running))}
-            if not running:
+            done: set[Future[tuple[Entry, compiler.Build | str]]] = set()
+            with _interrupts_held() as interrupted:
+                # Few more than there are processes: the pipe never fills, and ending them leaves no thread writing.
+                with _not_heard_by_children():
+                    running |= {pool.submit(_build_one, entry) for entry in islice(waiting, jobs + 2 - len(running))}
+                while running and not done and not interrupted():
+                    done, running = futures.wait(running, PATIENCE, futures.FIRST_COMPLETED)
+            if not (running or done):
                 return
-            done, running = futures.wait(running, return_when=futures.FIRST_COMPLETED)
             for future in done:
                 try:
                     entry, build = future.result()
@@ -316,8 +320,28 @@ def _live_by(lifeline: Connection) -> None:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits for the end of this block, and is not heard by processes that start in it."""
+def _interrupts_held() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits for the end of this block. Yields whether there was one: whoever waits in the block should ask.
+
+    An exception from a signal's handler can fall anywhere, also where the executor has taken its locks, and then its
+    threads wait for each other for ever.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other one hears signals
+        yield lambda: False
+        return
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number))
+    try:
+        yield lambda: bool(heard)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if heard and callable(before):
+        before(heard[0], None)
+
+
+@contextmanager
+def _not_heard_by_children() -> Iterator[None]:
+    """Processes that start in this block do not hear Ctrl-C, from their first instruction on."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -882,6 +882,31 @@ def test_compile_can_be_interrupted(cache: Path, kind: signal.Signals) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("place", ["futures.wait", "ProcessPoolExecutor.submit"])
+def test_an_interrupt_does_not_fall_into_the_executor(place: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # There it can leave a lock taken, and the process then never ends.
+    pytest.importorskip("cupy")
+    name, _, function = place.partition(".")
+    owner = getattr(catalogue, name)
+    real = getattr(owner, function)
+
+    def interrupted(*args: Any, **how: Any) -> Any:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            result = real(*args, **how)
+        except KeyboardInterrupt:
+            pytest.fail(f"interrupted inside {place}")
+        return result
+
+    monkeypatch.setattr(owner, function, interrupted)
+    before, children = signal.getsignal(signal.SIGINT), set(multiprocessing.active_children())
+    listed, _ = catalogue.entries("sm_80", [(16, 16)], [catalogue.ELEMENT_TYPES[0]])
+    with pytest.raises(KeyboardInterrupt):
+        list(catalogue.build(listed, jobs=1))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert set(multiprocessing.active_children()) <= children
+
+
 @pytest.mark.parametrize("more, again", [((), "command goes on"), (("--force",), "without --force goes on")])
 def test_an_interrupted_compile_says_what_goes_on(
     more: tuple[str, ...],
