@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import install
+from .arguments import a_kind_of, with_article
 from .problem import Device, compact_strides
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -402,22 +403,6 @@ def dtype_label(dtype: Any) -> str:
     name = getattr(dtype, "name", None)
     # Paddle's names are those of an enumeration in capitals.
     return name if isinstance(name, str) and name.islower() else str(dtype).rpartition(".")[2]
-
-
-def kind_of(x: Any) -> str:
-    """Type name for a message."""
-    kind = type(x)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def a_kind_of(x: Any) -> str:
-    """The same with its article: "an int", "a numpy.ndarray"."""
-    return with_article(kind_of(x))
-
-
-def with_article(kind: str) -> str:
-    """A type name as it is read aloud: "a uint8" begins with a consonant."""
-    return f"{'an' if kind[0] in 'aeioAEIO' else 'a'} {kind}"
 
 
 def xla_deterministic() -> bool:

@@ -8,17 +8,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import arrays, calls, planning, reduce, validate
+from .arguments import choice
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
 from .problem import INPUT_NAMES, STUDENT, Options
+from .results import A, KLForward, KLForwardMass, KLGradients
 from .signatures import answered
-from .typed import A, KLForward, KLForwardMass, KLGradients, Layout, Precision, Reduction
+from .typed import Layout, Precision, Reduction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from . import typed
     from .patterns import BlockPattern
-    from .typed import AnyPlan, Given, Rows, SavedRows, Wrt
+    from .results import Given, Rows, SavedRows
+    from .typed import AnyPlan, Wrt
 
 __all__ = [
     "KLForward",
@@ -263,7 +266,7 @@ def attention_kl(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     if reduction != "none":
-        validate.choice("reduction", reduction, validate.REDUCTIONS)
+        choice("reduction", reduction, validate.REDUCTIONS)
     if dense_teacher_lse is not None and not return_lse:
         raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
     given = (teacher_q, teacher_k, student_q, student_k)
@@ -615,7 +618,7 @@ def attention_kl_value_and_grad(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     wrt = validate.wanted(wrt)
-    validate.choice("reduction", reduction, validate.REDUCTIONS)
+    choice("reduction", reduction, validate.REDUCTIONS)
     if reduction == "none":
         raise ValueError(
             'reduction="none" leaves no scalar to differentiate; allowed are "mean" and "sum". For a gradient per row '
@@ -708,7 +711,7 @@ def plan(
     chosen = validate.options(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
-    validate.choice("op", op, validate.OPS)
+    choice("op", op, validate.OPS)
     wrt = validate.wanted(wrt)
     given = (teacher_q, teacher_k, student_q, student_k)
     device = None if arch is None else arrays.cuda(0)
@@ -772,7 +775,7 @@ def warmup(
     chosen = validate.options(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
-    validate.choice("op", op, validate.OPS)
+    choice("op", op, validate.OPS)
     wrt = validate.wanted(wrt)
     inputs = calls.outline((teacher_q, teacher_k, student_q, student_k))
     masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q)

@@ -21,13 +21,13 @@ from .adapters import (
     OWN,
     READERS,
     ArrayView,
-    a_kind_of,
     adapter_for,
     cuda,
     cupy_module,
     dtype_label,
     refused_dtype,
 )
+from .arguments import a_kind_of
 from .locks import ForkLock
 from .problem import Device, compact_strides
 

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from .adapters import ADAPTERS, Adapter, ArrayView, a_kind_of, adapter_for, cupy_module, dtype_label, kind_of
+from .adapters import ADAPTERS, Adapter, ArrayView, adapter_for, cupy_module, dtype_label
+from .arguments import a_kind_of, kind_of
 from .numpy_backend import widen
 
 ON_CPU, ON_CUDA = (1, 3), (2, 13)  # DLPack's devices: CPU and CUDA pinned; CUDA and CUDA managed

@@ -21,7 +21,8 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from . import api, arrays, calls, reduce, validate
-from .adapters import a_kind_of, xla_deterministic
+from .adapters import xla_deterministic
+from .arguments import a_kind_of, choice
 from .guests import pointer_of
 from .problem import INPUT_NAMES, MASK_ARRAYS, STUDENT, Device, Options, Problem, compact_strides
 from .signatures import answered
@@ -112,7 +113,7 @@ def attention_kl(
     options = validate.options(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
-    validate.choice("reduction", reduction, validate.REDUCTIONS)
+    choice("reduction", reduction, validate.REDUCTIONS)
     if dense_teacher_lse is not None and not return_lse:
         raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
     config = _config(options, inputs)
@@ -230,7 +231,7 @@ def attention_kl_value_and_grad(
         teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
     )
     wrt = validate.wanted(wrt)
-    validate.choice("reduction", reduction, ("sum", "mean"))
+    choice("reduction", reduction, ("sum", "mean"))
     config = _config(options, inputs)
     masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
     _concrete("attention_kl_value_and_grad", masks)

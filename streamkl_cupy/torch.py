@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import api, arrays, calls, reduce, validate
-from .adapters import a_kind_of
+from .arguments import a_kind_of, choice
 from .arrays import RowStats, Saved
 from .problem import INPUT_NAMES, MASK_ARRAYS, Options
 from .signatures import answered
@@ -98,7 +98,7 @@ def attention_kl(
         if not isinstance(x, Tensor):
             raise validate.not_of("torch", name, x)
     if reduction != "none":
-        validate.choice("reduction", reduction, validate.REDUCTIONS)
+        choice("reduction", reduction, validate.REDUCTIONS)
     masks = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
     for mask_name, mask in zip(MASK_ARRAYS, masks):
         if mask is not None and not isinstance(mask, Tensor):

@@ -1,11 +1,8 @@
-"""What the type checker sees: the words that options may be, and results of the type of the caller's arrays."""
+"""What the type checker sees: the words that options may be, and the options that several functions have."""
 
 from __future__ import annotations
 
-from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
-
-A = TypeVar("A")  # the type of the caller's arrays
+from typing import TYPE_CHECKING, Any, Literal
 
 Layout = Literal["bhnd", "bnhd"]
 Precision = Literal["highest", "high"]
@@ -13,11 +10,7 @@ Reduction = Literal["none", "sum", "mean"]
 InputName = Literal["teacher_q", "teacher_k", "student_q", "student_k"]
 
 if TYPE_CHECKING:
-    from typing import Generic, Protocol, TypeAlias, TypedDict
-
-    import numpy as np
-    import typing_extensions
-    from numpy.typing import NDArray
+    from typing import TypeAlias, TypedDict
 
     from .numpy_backend import NumPyPlan
     from .patterns import BlockPattern
@@ -25,39 +18,6 @@ if TYPE_CHECKING:
 
     Wrt: TypeAlias = tuple[InputName, ...]
     AnyPlan: TypeAlias = Plan | NumPyPlan
-    # NumPy's arrays have a dtype, and those of rows are float32 or float64 whatever the inputs' is.
-    Given: TypeAlias = NDArray[Any]
-    Rows: TypeAlias = NDArray[np.floating[Any]]
-
-    T = typing_extensions.TypeVar("T", default=Any)
-
-    class KLForward(NamedTuple, Generic[T]):
-        kl: T
-        teacher_lse: T
-        student_lse: T
-
-    class KLForwardMass(NamedTuple, Generic[T]):
-        kl: T
-        teacher_lse: T
-        student_lse: T
-        teacher_mass: T
-
-    class SavedRows(Protocol):
-        """What `attention_kl_forward` returns, with or without the teacher's mass."""
-
-        @property
-        def kl(self) -> Any: ...
-        @property
-        def teacher_lse(self) -> Any: ...
-        @property
-        def student_lse(self) -> Any: ...
-
-    # `T | Any`, and not `T | None`: which of them are None is in `wrt`, and whoever asked for one has it.
-    class KLGradients(NamedTuple, Generic[T]):
-        teacher_q: T | Any = None
-        teacher_k: T | Any = None
-        student_q: T | Any = None
-        student_k: T | Any = None
 
     class Options(TypedDict, total=False):
         """The options that every function has."""
@@ -81,32 +41,3 @@ if TYPE_CHECKING:
 
         row_weight: Any
         reduction: Reduction
-
-else:
-    # A NamedTuple that is generic needs Python 3.11.
-
-    class KLForward(NamedTuple):
-        """Row results: `kl` in nats, and the natural log-sum-exps of both logit rows, (B, H, M), float32 or float64."""
-
-        kl: Any
-        teacher_lse: Any
-        student_lse: Any
-        __class_getitem__ = classmethod(GenericAlias)
-
-    class KLForwardMass(NamedTuple):
-        """`KLForward`, and how much of the teacher's dense distribution lies on the keys that the row sees, 0 to 1."""
-
-        kl: Any
-        teacher_lse: Any
-        student_lse: Any
-        teacher_mass: Any
-        __class_getitem__ = classmethod(GenericAlias)
-
-    class KLGradients(NamedTuple):
-        """Gradients in shape, dtype and framework of their inputs, compact; None for what was not asked."""
-
-        teacher_q: Any = None
-        teacher_k: Any = None
-        student_q: Any = None
-        student_k: Any = None
-        __class_getitem__ = classmethod(GenericAlias)

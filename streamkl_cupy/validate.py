@@ -7,15 +7,14 @@ here touches the contents of an array, and nothing has been launched or allocate
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import arrays
-from .adapters import a_kind_of, dtype_label, with_article
+from .adapters import dtype_label
+from .arguments import FAR, a_kind_of, choice, flag, integer, listed, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
 from .planning import MAX_DIM, MAX_TEACHER_DIM
 from .problem import (
@@ -38,7 +37,6 @@ LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, head
 PRECISIONS = ("highest", "high")
 REDUCTIONS = ("none", "sum", "mean")
 OPS = ("attention_kl",)
-FAR = 2**40  # further than any two rows are apart
 MAX_SCALE = 2e38  # times log2(e) it must still be a float32
 WRT_EXAMPLE = 'wrt=("student_q", "student_k")'
 
@@ -77,18 +75,10 @@ def options(
     if precision != "highest":
         choice("precision", precision, PRECISIONS)
     if deterministic is not None and type(deterministic) is not bool:
-        deterministic = flag("deterministic", deterministic)
+        deterministic = flag("deterministic", deterministic, "True, False and None")
     if q_offset is not None or window is not None:
         q_offset, window = _near(q_offset, window)
     return Options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask)
-
-
-def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Check an argument that is one of a few words."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {a_kind_of(value)}; allowed are {_listed(allowed)}")
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; allowed are {_listed(allowed)}")
 
 
 def wanted(wrt: Any, has_kl: bool = True) -> tuple[InputName, ...]:
@@ -99,7 +89,7 @@ def wanted(wrt: Any, has_kl: bool = True) -> tuple[InputName, ...]:
         raise TypeError(f"wrt is {a_kind_of(wrt)}; pass a tuple of argument names, such as {WRT_EXAMPLE}")
     for name in wrt:
         if not isinstance(name, str) or name not in INPUT_NAMES:
-            raise ValueError(f"wrt names {name!r}; allowed are {_listed(INPUT_NAMES)}")
+            raise ValueError(f"wrt names {name!r}; allowed are {listed(INPUT_NAMES)}")
     if not wrt:
         raise ValueError(f"wrt is empty; name at least one input, such as {WRT_EXAMPLE}")
     if len(set(wrt)) != len(wrt):
@@ -534,18 +524,6 @@ def _scale(name: str, value: Any) -> float:
     return float(value)
 
 
-def integer(name: str, value: Any) -> int:
-    """A plain integer of any size."""
-    if type(value) is int:
-        return value
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError("a bool counts nothing")
-        return operator.index(value)
-    except Exception as cause:
-        raise TypeError(f"{name}={value!r} is {a_kind_of(value)}; allowed is an integer") from cause
-
-
 def _window(value: Any) -> tuple[int, int]:
     """Keys to the left and to the right, -1 for no limit."""
     if not isinstance(value, (tuple, list)):
@@ -592,15 +570,3 @@ def _pattern(value: Any) -> None:
             f"block_mask is {a_kind_of(value)}; allowed is a streamkl_cupy.patterns.BlockPattern, which "
             f"patterns.from_dense makes of a boolean block matrix"
         )
-
-
-def flag(name: str, value: Any) -> bool:
-    """A plain bool."""
-    if not isinstance(value, (bool, np.bool_)):
-        others = "True, False and None" if name == "deterministic" else "True and False"
-        raise TypeError(f"{name}={value!r} is {a_kind_of(value)}; allowed are {others}")
-    return bool(value)
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(f'"{word}"' for word in words)

@@ -91,7 +91,7 @@ def test_results_have_the_type_of_the_inputs(version: str, tmp_path: Path) -> No
     assert sorted(said) == list(range(len(lines))), said
     for number, wanted in enumerate(RIGHT.values()):
         (text,) = said[number]
-        shown = re.sub(r"\b(calls|streamkl_cupy\.typed|builtins|typing)\.", "", text)
+        shown = re.sub(r"\b(calls|streamkl_cupy\.results|builtins|typing)\.", "", text)
         # NamedTuples are shown as the tuples they are.
         shown = re.sub(r"tuple\[[^\[\]]*(?:\[[^\[\]]*\])?[^\[\]]*, fallback=(\w+\[[^\[\]]*\])\]", r"\1", shown)
         assert shown == f'Revealed type is "{wanted}"', (lines[number], shown)

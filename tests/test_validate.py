@@ -12,7 +12,7 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import arrays, calls, validate
-from streamkl_cupy.adapters import a_kind_of
+from streamkl_cupy.arguments import a_kind_of
 from streamkl_cupy.arrays import Inputs, describe
 from streamkl_cupy.problem import INPUT_NAMES, Options
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..adapters import a_kind_of
-from ..validate import FAR, choice, flag, integer
+from ..arguments import FAR, a_kind_of, choice, flag, integer
 from .pattern import LARGEST, BlockPattern, Grid, Places, any_of, build, fits, host_array, integers, places_of, ranged
 
 _F = TypeVar("_F", bound=Callable[..., Any])

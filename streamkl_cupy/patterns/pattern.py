@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..adapters import a_kind_of
+from ..arguments import a_kind_of, flag, integer
 from ..locks import ForkLock
-from ..validate import flag, integer
 from .tiles import CELLS, MAX_PAIRS, UNIT, Axis, TileLists, frozen, tile_lists
 
 Rows = NDArray[np.bool_]

@@ -1,0 +1,78 @@
+"""What calls give back."""
+
+from __future__ import annotations
+
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+A = TypeVar("A")  # the type of the caller's arrays
+
+if TYPE_CHECKING:
+    from typing import Generic, Protocol, TypeAlias
+
+    import numpy as np
+    import typing_extensions
+    from numpy.typing import NDArray
+
+    # NumPy's arrays have a dtype, and those of rows are float32 or float64 whatever the inputs' is.
+    Given: TypeAlias = NDArray[Any]
+    Rows: TypeAlias = NDArray[np.floating[Any]]
+
+    T = typing_extensions.TypeVar("T", default=Any)
+
+    class KLForward(NamedTuple, Generic[T]):
+        kl: T
+        teacher_lse: T
+        student_lse: T
+
+    class KLForwardMass(NamedTuple, Generic[T]):
+        kl: T
+        teacher_lse: T
+        student_lse: T
+        teacher_mass: T
+
+    class SavedRows(Protocol):
+        """What `attention_kl_forward` returns, with or without the teacher's mass."""
+
+        @property
+        def kl(self) -> Any: ...
+        @property
+        def teacher_lse(self) -> Any: ...
+        @property
+        def student_lse(self) -> Any: ...
+
+    # `T | Any`, and not `T | None`: which of them are None is in `wrt`, and whoever asked for one has it.
+    class KLGradients(NamedTuple, Generic[T]):
+        teacher_q: T | Any = None
+        teacher_k: T | Any = None
+        student_q: T | Any = None
+        student_k: T | Any = None
+
+else:
+    # A NamedTuple that is generic needs Python 3.11.
+
+    class KLForward(NamedTuple):
+        """Row results: `kl` in nats, and the natural log-sum-exps of both logit rows, (B, H, M), float32 or float64."""
+
+        kl: Any
+        teacher_lse: Any
+        student_lse: Any
+        __class_getitem__ = classmethod(GenericAlias)
+
+    class KLForwardMass(NamedTuple):
+        """`KLForward`, and how much of the teacher's dense distribution lies on the keys that the row sees, 0 to 1."""
+
+        kl: Any
+        teacher_lse: Any
+        student_lse: Any
+        teacher_mass: Any
+        __class_getitem__ = classmethod(GenericAlias)
+
+    class KLGradients(NamedTuple):
+        """Gradients in shape, dtype and framework of their inputs, compact; None for what was not asked."""
+
+        teacher_q: Any = None
+        teacher_k: Any = None
+        student_q: Any = None
+        student_k: Any = None
+        __class_getitem__ = classmethod(GenericAlias)
