@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
         if (group_row >= place.queries || key >= mine.end || key + kColumns <= mine.begin ||
             (Mask::kListed && !walk.touches(group_row, group_end))) {
             for (int p = 0; p < kPieces; ++p) {
-                mbarrier_wait(full + 8 * at.slot, at.parity);  // or two arrivals could fall into one phase
+                warp_wait(full + 8 * at.slot, at.parity);  // or two arrivals could fall into one phase
                 release(at.slot);
                 at.advance();
             }

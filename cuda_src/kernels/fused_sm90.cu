@@ -155,7 +155,7 @@ struct Workspace {
     float* sums;
     float* terms;
     int* exponents;
-    int* taken;
+    u32* taken;
     int heads, tiles;
 
     __device__ explicit Workspace(const FusedArgs& args) {
@@ -167,7 +167,7 @@ struct Workspace {
         sums = reinterpret_cast<float*>(args.workspace);
         terms = sums + entries * (kColumns * Own::kDim);
         exponents = reinterpret_cast<int*>(terms + entries * Terms::kFloats);
-        taken = exponents + entries;
+        taken = reinterpret_cast<u32*>(exponents + entries);
     }
     // Of a tile of 64 queries, counted in its place.
     __device__ i64 entry(int b, int h, const Place& place, int tile) const {
@@ -384,8 +384,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         RingCursor<kOwnRing> at_own;
         const int own_group = kSide == kTeacher ? n.teacher_group : n.student_group;
         const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
-        const int own_heads = n.heads / own_group, pairs = n.batch * own_heads, portions = pairs * n.tiles;
-        for (int index = blockIdx.x; index < portions; index = take_portion(space.taken)) {
+        const int own_heads = n.heads / own_group, pairs = n.batch * own_heads;
+        const u32 portions = pairs * n.tiles;
+        for (u32 index = blockIdx.x; index < portions; index = take_portion(space.taken)) {
             Visit next;
             next.block = block_of(index, n, own_heads, pairs, false);
             next.head = next.block.head * own_group;
@@ -414,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                 const Place& place = visit.place;
                 const int batch = visit.block.batch, key = place.first_key + visit.block.tile * kRows;
                 if (visit.first) {
-                    mbarrier_wait(own_keys_free, at_own_keys.parity ^ 1);
+                    warp_wait(own_keys_free, at_own_keys.parity ^ 1);
                     if (lane == 0) {
                         mbarrier_expect(own_keys, Own::bytes(kRows));
                         load_chunks<kRows>(base + kOwnKeysAt, own_k, own_keys, 0, Own::kChunks, key, visit.block.head, batch);
@@ -422,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                     at_own_keys.advance();
                 }
                 if (visit.comes) {
-                    mbarrier_wait(keys_empty, at_keys.parity ^ 1);
+                    warp_wait(keys_empty, at_keys.parity ^ 1);
                     if (lane == 0) {
                         mbarrier_expect(keys_full, Other::bytes(kRows));
                         load_chunks<kRows>(base + kOtherKeysAt, other_k, keys_full, 0, Other::kChunks, key, visit.head / other_group, batch);
@@ -432,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                 const float* const terms = space.terms + space.entry(batch, visit.head, place, 0) * Terms::kFloats;
                 for (Walk walk = walk_of(visit); walk.more(); walk.next()) {
                     const int query = visit.place.first_query + walk.row();
-                    mbarrier_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
+                    warp_wait(other_empty + 8 * at_other.slot, at_other.parity ^ 1);
                     if (lane == 0) {
                         const u32 other = other_full + 8 * at_other.slot;
                         mbarrier_expect(other, kOtherTileBytes);
@@ -440,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                                               visit.head, batch);
                     }
                     at_other.advance();
-                    mbarrier_wait(own_empty + 8 * at_own.slot, at_own.parity ^ 1);
+                    warp_wait(own_empty + 8 * at_own.slot, at_own.parity ^ 1);
                     if (lane == 0) {
                         const u32 own = own_full + 8 * at_own.slot;
                         mbarrier_expect(own, kOwnTileBytes + kTermBytes);
@@ -449,7 +450,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                         bulk_load(base + kTermsAt + at_own.slot * kTermBytes, terms + static_cast<i64>(walk.tile()) * Terms::kFloats,
                                   kTermBytes, own);
                     }
-                    __syncwarp();  // a lane may not fall two rounds behind: parities could not tell
                     at_own.advance();
                 }
                 if (visit.last) break;
@@ -709,7 +709,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
 #pragma unroll
             for (int sub = 0; sub < kSubs; ++sub) held[sub].load<kRows>(base + kOwnKeysAt, sub * kSubRows + warp_row);
         }
-        if (visit.comes) mbarrier_wait(keys_full, visit.other_parity);
+        if (visit.comes) warp_wait(keys_full, visit.other_parity);
         // Steps go over tiles and, within a tile, over the consumer's keys. Runs of steps that see everything are pipelined.
         // What is decided between steps is decided before products are under way.
         Walk walk = walk_of(visit);

@@ -169,7 +169,7 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
         const RowVectors vectors(args, batch, head, first_query);
         if (task.new_rows(n, head)) {
             if (head > task.first_head) {
-                mbarrier_wait(shared.rows_free(), free_parity);
+                warp_wait(shared.rows_free(), free_parity);
                 free_parity ^= 1;
             }
             if (lane == 0) {
@@ -191,7 +191,7 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
         if (walk.more()) read(walk.row());
         while (walk.more()) {
             const int first = walk.row();
-            mbarrier_wait(shared.empty(at.slot), at.parity ^ 1);
+            warp_wait(shared.empty(at.slot), at.parity ^ 1);
             if (lane == 0) {
                 const u32 barrier = shared.full(at.slot), slot = shared.tile(at.slot);
                 if (kRowsAreQueries)
@@ -226,7 +226,7 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
                     Terms::write(terms, lane + 32 * i, x[i]);
                 }
             }
-            __syncwarp();  // a lane may not fall two rounds behind: parities could not tell
+            __syncwarp();  // what all lanes wrote, before one arrives for them
             if (!kRowsAreQueries) warp_arrive(shared.full(at.slot));
             at.advance();
             walk.next();
@@ -393,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
 
     for (int head = task.first_head; head < task.end_head; ++head) {
         if (task.new_rows(n, head)) {
-            mbarrier_wait(shared.rows_here(), rows_parity);
+            warp_wait(shared.rows_here(), rows_parity);
             rows_parity ^= 1;
             held.load<kRows>(shared.rows, 16 * (threadIdx.x / 32));
         }

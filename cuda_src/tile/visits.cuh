@@ -44,7 +44,7 @@ struct VisitRing {
     // The producer's warp; returns where the visit is now.
     __device__ const Visit& write(const Visit& visit) {
         Visit& written = visits[slot()];
-        mbarrier_wait(barriers + 8 * (kVisits + slot()), parity() ^ 1);
+        warp_wait(barriers + 8 * (kVisits + slot()), parity() ^ 1);
         if (lane_id() == 0) {
             written = visit;
             mbarrier_arrive(barriers + 8 * slot());
@@ -65,9 +65,10 @@ struct VisitRing {
     }
 };
 
-// The number of a portion that no block has taken yet; blocks begin with the one of their own number. A whole warp.
-__device__ inline int take_portion(int* taken) {
-    int before = 0;
-    if (lane_id() == 0) before = atomicAdd(taken, 1);
-    return static_cast<int>(gridDim.x) + __shfl_sync(~0u, before, 0);
+// The number of a portion that no block has taken yet; blocks begin with the one of their own number. A whole warp. Unsigned:
+// portions count to 2^31 - 1, and each block asks once more after the last of them.
+__device__ inline u32 take_portion(u32* taken) {
+    u32 before = 0;
+    if (lane_id() == 0) before = atomicAdd(taken, 1u);
+    return gridDim.x + __shfl_sync(~0u, before, 0);
 }
