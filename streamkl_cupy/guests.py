@@ -17,7 +17,7 @@ import numpy as np
 
 from .adapters import ADAPTERS, Adapter, ArrayView, adapter_for, cupy_module, dtype_label
 from .arguments import a_kind_of, kind_of
-from .numpy_backend import widen
+from .elements import widen
 
 ON_CPU, ON_CUDA = (1, 3), (2, 13)  # DLPack's devices: CPU and CUDA pinned; CUDA and CUDA managed
 UNSIGNED, BFLOAT = 1, 4  # DLPack's type codes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .arrays import host
-from .numpy_backend import widen
+from .elements import widen
 
 if TYPE_CHECKING:
     from .arrays import ArrayView, Inputs

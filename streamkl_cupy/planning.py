@@ -26,10 +26,10 @@ from .arch import (
     Work,
     families,
 )
-from .divergences import DIVERGENCES
 from .masks import Scene, key_range, parts_of
 from .portions import portions, survey
 from .problem import INPUT_NAMES, Problem, counted
+from .rules.divergences import DIVERGENCES
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -218,7 +218,7 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         problem=problem,
         forward=forward,
         combine=_combine(Work(problem, "forward"), forward, rows),
-        workspace_bytes=plan.mask_bytes + 4 * DIVERGENCES["kl"].state_floats * splits * rows,
+        workspace_bytes=plan.mask_bytes + 4 * DIVERGENCES[problem.divergence].state_floats * splits * rows,
     )
 
 
@@ -344,7 +344,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         arch=family.flag(facts.compute_capability),
         constants=tuple(sorted(constants.items())),
         slots=(
-            ("divergence", DIVERGENCES["kl"].header),
+            ("divergence", DIVERGENCES[problem.divergence].header),
             ("mask", (*(part.header for part in parts), "masks/all.cuh")),
         ),
         tile=tile,
@@ -435,7 +435,7 @@ def _combine(work: Work, forward: KernelPlan, rows: int) -> KernelPlan:
         symbol="streamkl_combine",
         arch=arch,
         constants=tuple(sorted(constants.items())),
-        slots=(("divergence", DIVERGENCES["kl"].header),),
+        slots=(("divergence", DIVERGENCES[work.problem.divergence].header),),
         smem_bytes=0,
         blocks=-(-rows // threads),
         threads=threads,

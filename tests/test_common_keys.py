@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy import patterns
-from streamkl_cupy.numpy_backend import SAMPLED_KEYS, common_part
+from streamkl_cupy.numpy_backend.block import SAMPLED_KEYS, common_part
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import GRADIENT_BOUND, check_lse, check_rows

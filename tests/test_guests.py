@@ -15,7 +15,7 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import adapters, arrays
 from streamkl_cupy.arrays import describe
-from streamkl_cupy.numpy_backend import narrow
+from streamkl_cupy.elements import narrow
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows

@@ -134,7 +134,7 @@ def test_random_problems(numpy_only: Any, seed: int, kind: str, name: str, dtype
     with pytest.MonkeyPatch.context() as patch:
         if tiles:
             for key, value in small:
-                patch.setattr(numpy_backend, key, value)
+                patch.setattr(numpy_backend.plan, key, value)
             case = case._replace(options={"teacher_scale": float(rng.uniform(0.2, 0.3)), **case.options})
         numpy_only.judge(case, upstream(rng, rows_of(case)))
 

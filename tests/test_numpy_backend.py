@@ -11,8 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 import streamkl_cupy
-from streamkl_cupy import numpy_backend, threads
-from streamkl_cupy.numpy_backend import NumPyPlan, narrow, widen
+from streamkl_cupy import threads
+from streamkl_cupy.elements import narrow, widen
+from streamkl_cupy.numpy_backend import NumPyPlan
+from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing.problems import make, upstream
 
@@ -30,7 +32,7 @@ def plan_of(**options: Any) -> NumPyPlan:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 8 x 16, so that small problems have many."""
     for name, value in {"QUERY_TILE": 8, "KEY_TILE": 16, "BLOCK_ELEMENTS": 1024, "LONGEST_KEY_TILE": 64}.items():
-        monkeypatch.setattr(numpy_backend, name, value)
+        monkeypatch.setattr(cut, name, value)
 
 
 def fresh_scale(rng: np.random.Generator) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from streamkl_cupy.divergences import DIVERGENCES
+from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.problems import RECIPES, make, upstream
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamkl_cupy.divergences import DIVERGENCES
 from streamkl_cupy.masks import MASKS
+from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.source import cuda_root
 
 # Some names of parts are English words besides. Kernels may use those, but no part's struct.
@@ -79,8 +79,11 @@ def test_mask_has_its_header(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DIVERGENCES))
-def test_divergence_has_its_header(name: str) -> None:
-    assert (ROOT / DIVERGENCES[name].header).is_file()
+def test_divergence_is_a_pair_of_files(name: str) -> None:
+    entry = DIVERGENCES[name]
+    assert entry.name == name
+    assert entry.header == f"divergences/{name}.cuh"
+    assert (ROOT / entry.header).is_file()
 
 
 def test_every_header_of_a_registry_folder_is_registered() -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import calls, numpy_backend, patterns, threads
+from streamkl_cupy import calls, patterns, threads
 from streamkl_cupy.numpy_backend import NumPyPlan, Runner
+from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing.problems import make, upstream
 
@@ -38,7 +39,7 @@ def more_threads() -> int:
 def use(monkeypatch: pytest.MonkeyPatch) -> Set:
     """Say how many threads a call may use, however small it is and whatever this machine has."""
     for name in ("LEAST_SHARED_SCORES", "LEAST_SHARED_SEQUENCE"):
-        monkeypatch.setattr(numpy_backend, name, 0)
+        monkeypatch.setattr(cut, name, 0)
     for name in ("_ready", "_runners"):
         monkeypatch.setattr(calls, name, {})
 
@@ -60,7 +61,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         "BLOCK_ELEMENTS": 1024,
         "LONGEST_KEY_TILE": 64,
     }.items():
-        monkeypatch.setattr(numpy_backend, name, value)
+        monkeypatch.setattr(cut, name, value)
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_small_problems_stay_in_their_thread(blas: Callable[[], list[int]]) -> N
     small = make(M=64, N=64, D_t=64).arrays
     plan: Any = streamkl_cupy.plan(*small)
     assert plan.threads == 1
-    assert plan.product <= numpy_backend.LEAST_SHARED_PRODUCT  # BLAS uses no threads either
+    assert plan.product <= cut.LEAST_SHARED_PRODUCT  # BLAS uses no threads either
     large: Any = streamkl_cupy.plan(*make(M=2000, N=2000, D_t=64).arrays)
     assert large.threads == 3
 

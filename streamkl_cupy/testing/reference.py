@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..divergences import DIVERGENCES, log_sum_exp
-from ..numpy_backend import narrow, widen
+from ..elements import narrow, widen
+from ..rules.divergences import DIVERGENCES
+from ..rules.divergences.interface import log_sum_exp, terms_of
 
 if TYPE_CHECKING:
     from ..patterns import BlockPattern
@@ -217,10 +218,11 @@ def plain(
     student_q: Array,
     student_k: Array,
     *,
+    divergence: str = "kl",
     dtypes: tuple[str, str] = ("float32", "float32"),
     **options: Any,
 ) -> tuple[Array, Grads]:
-    """KL rows and gradients as a straightforward program in the inputs' own precision gets them, to calibrate by.
+    """Rows and gradients as a straightforward program in the inputs' own precision gets them, to calibrate by.
 
     Logits, softmax and logarithm in float32; the gradients from log-sum-exps kept in float32, as a recomputing backward
     has them. Logit gradients are rounded to the type of their side before the second products, as matrix units need it,
@@ -228,15 +230,15 @@ def plain(
     """
     call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
     upstream = call.canonical_rows(exact(grad)).astype(np.float32)
-    rows, value = np.empty(call.row_shape, np.float32), call.zeros()
+    rows, value, entry = np.empty(call.row_shape, np.float32), call.zeros(), DIVERGENCES[divergence]
     for index, keys, teacher, student in call.heads(np.float32):
         visible = call.visible[index]
-        log_p, log_q = (_log_softmax(half.logits, visible) for half in (teacher, student))
-        row = (np.where(visible, np.exp(log_p), np.float32(0)) * (log_p - log_q)).sum(axis=-1)
-        rows[index] = row
-        log_p, log_q = (_from_saved(half.logits, visible) for half in (teacher, student))
-        p, q = (np.where(visible, np.exp(x), np.float32(0)) for x in (log_p, log_q))
-        d_logits = p * (log_p - log_q - row[:, None]), q - p
+        fresh, again = (
+            terms_of(log(teacher.logits, visible), log(student.logits, visible), visible)
+            for log in (_log_softmax, _from_saved)
+        )
+        rows[index] = entry.row_values(fresh)
+        d_logits = entry.row_gradients(again, rows[index][:, None])
         for side, half, d, key, dtype in zip((0, 2), (teacher, student), d_logits, keys, dtypes, strict=True):
             d = rounded(upstream[index][:, None] * d, dtype)
             value[side][index] = half.scale * (d @ half.k)

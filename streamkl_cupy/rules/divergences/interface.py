@@ -1,0 +1,151 @@
+"""What a divergence must offer on the host, beside its header and under the same name.
+
+A divergence is a function of two distributions over the same keys, P the teacher's and Q the student's, one value per
+query row. Its entry says it twice: for tiles, as the NumPy backend streams them, and for whole rows of probabilities,
+as the definition that everything is judged by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Logits = NDArray[np.float64]
+Visible = NDArray[np.bool_]
+Scratch = Callable[[str, tuple[int, ...]], Array]
+"""(name, shape) -> a buffer, what it held before included."""
+
+
+class RowState(Protocol):
+    """Partial sums of the rows of one block over the keys seen so far."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None: ...
+
+    def absorb(self, teacher: Array, student: Array, visible: Array | None, scratch: Scratch, /) -> None:
+        """Add a tile of keys: base-2 logits (b, h, m, n), -inf where not visible, which may be overwritten."""
+
+    def finish(self, teacher_offset: Array | float, student_offset: Array | float, /) -> tuple[Array, Array, Array]:
+        """Value in nats and both natural log-sum-exps, of logits that lack so much in base 2.
+
+        A row without keys gives 0, -inf, -inf. All three are NaN for a row that saw NaN or Inf on either side: the
+        value could be infinite and a log-sum-exp finite, and a backward from that would be silent.
+        """
+
+
+class TileGradients(Protocol):
+    """The derivatives of each row's value by the logits of a tile, but for the factors of the entry."""
+
+    def __call__(
+        self,
+        teacher: Array,
+        student: Array,
+        value: Array | float,
+        wanted: tuple[bool, bool],
+        visible: Array | None,
+        scratch: Scratch,
+        /,
+    ) -> tuple[Array | None, Array | None]:
+        """(log2 P, log2 Q, the row's value in base 2, which sides) -> both, None for what is not wanted.
+
+        Logarithms are -inf where not visible and may be overwritten; derivatives are 0 there. The value is 0 where no
+        wanted side needs it.
+        """
+
+
+class Terms(NamedTuple):
+    """Rows of both distributions, natural logarithms beside them; all four are 0 where a key is not visible."""
+
+    p: Array
+    q: Array
+    log_p: Array
+    log_q: Array
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One divergence. Pairs are (teacher's, student's)."""
+
+    name: str
+    header: str
+    formula: str
+    """Value and logit gradients, for people."""
+    needs_value: tuple[str, ...]
+    """Sides whose gradients read the row's value, as `LogitGradient<side>::kNeedsValue` says on the device."""
+    state_floats: int
+    """Size of a row's partial state in memory, where several blocks share a row's keys."""
+    row_state: type[RowState]
+    tile_gradients: TileGradients
+    factors: tuple[float, float]
+    """What `tile_gradients` lack: `LogitGradient<side>::kFactor`."""
+    tile_buffers: tuple[str, ...]
+    """Names of the buffers, each of a tile's size, that the two of them ask for."""
+    row_values: Callable[[Terms], Array]
+    """-> (..., M), nats."""
+    row_gradients: Callable[[Terms, Array], tuple[Array, Array]]
+    """(rows, value (..., M, 1)) -> derivatives of each row's value by the logits of P and of Q."""
+    row_magnitudes: Callable[[Terms, Array], tuple[Array, Array]]
+    """The same with every term by its magnitude: what rounding errors of the derivatives are proportional to."""
+
+    def value(self, teacher: Logits, student: Logits, visible: Visible) -> NDArray[np.float64]:
+        """Natural logits (..., M, N) -> (..., M) in nats; 0 for a row that sees no key."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            return _poison(self.row_values(_terms(teacher, student, visible)), teacher, student, visible)
+
+    def logit_gradients(self, teacher: Logits, student: Logits, visible: Visible) -> tuple[Logits, Logits]:
+        """The derivatives of each row's value; exactly 0 where not visible."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            terms = _terms(teacher, student, visible)
+            both = self.row_gradients(terms, self.row_values(terms)[..., None])
+        d_teacher, d_student = (np.where(visible, _poison(d, teacher, student, visible), 0.0) for d in both)
+        return d_teacher, d_student
+
+    def logit_magnitudes(self, teacher: Logits, student: Logits, visible: Visible) -> tuple[Logits, Logits]:
+        """Like `logit_gradients`, every term by its magnitude."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            terms = _terms(teacher, student, visible)
+            return self.row_magnitudes(terms, self.row_values(terms)[..., None])
+
+
+def _split_log_sum_exp(logits: NDArray[Any], visible: Visible) -> tuple[Logits, Logits]:
+    """The largest visible logit of each row, and how far its log-sum-exp is above that."""
+    x = np.where(visible, logits, -np.inf).astype(np.float64)
+    top = x.max(axis=-1, keepdims=True, initial=-np.inf)
+    # A row of -inf would make inf - inf: shift it by 0 instead, its sum of exponentials is 0 either way.
+    shift = np.where(np.isneginf(top), 0.0, top)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return shift, np.log(np.exp(x - shift).sum(axis=-1, keepdims=True))
+
+
+def log_sum_exp(logits: NDArray[Any], visible: Visible) -> NDArray[np.float64]:
+    """Natural log-sum-exp over the visible keys of each row, (..., M, N) -> (..., M); -inf for a row that sees none."""
+    shift, above = _split_log_sum_exp(logits, visible)
+    return np.asarray((shift + above)[..., 0])
+
+
+def log_softmax(logits: NDArray[Any], visible: Visible) -> Logits:
+    """Natural log-probabilities over the visible keys, 0 where not visible so that sums may run over whole rows."""
+    # Subtracted one after the other: with logits of 1e4 their sum is rounded too coarsely for sum P to be 1.
+    shift, above = _split_log_sum_exp(logits, visible)
+    with np.errstate(invalid="ignore"):
+        return np.where(visible, logits - shift - above, 0.0)
+
+
+def terms_of(log_p: Array, log_q: Array, visible: Visible) -> Terms:
+    """Probabilities beside their logarithms, in the logarithms' precision."""
+    p, q = (np.where(visible, np.exp(x), x.dtype.type(0)) for x in (log_p, log_q))
+    return Terms(p, q, log_p, log_q)
+
+
+def _terms(teacher: Logits, student: Logits, visible: Visible) -> Terms:
+    return terms_of(log_softmax(teacher, visible), log_softmax(student, visible), visible)
+
+
+def _poison(rows: NDArray[Any], teacher: Logits, student: Logits, visible: Visible) -> NDArray[Any]:
+    """NaN in exactly the rows that see a logit which is not finite: a NaN or Inf input must not be silent."""
+    bad = (visible & ~(np.isfinite(teacher) & np.isfinite(student))).any(axis=-1)
+    return np.where(bad.reshape(bad.shape + (1,) * (rows.ndim - bad.ndim)), np.nan, rows)
