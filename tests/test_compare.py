@@ -125,7 +125,7 @@ def test_shapes(problem: Any) -> None:
 def test_check_gradients_names_the_input(problem: Any) -> None:
     gradients = problem[3]
     broken = gradients.value._replace(teacher_k=-gradients.value.teacher_k)
-    with pytest.raises(AssertionError, match=r"^gradient of teacher_k: relative L2 error 2 exceeds .*cosine -1"):
+    with pytest.raises(AssertionError, match=r"^gradient of teacher_k: relative L2 error 2 exceeds .*cosine -1\)"):
         compare.check_gradients(broken, gradients, ("float32", "float32"))
     assert compare.check_gradients(gradients.value, gradients, ("float32", "float16")) == 0
     only = (None, None, gradients.value.student_q, None)
@@ -205,6 +205,9 @@ def test_same_bits() -> None:
     compare.check_same_bits("x", a, [1.0, np.nan, 0.0])
     with pytest.raises(AssertionError, match=r"x: 1 of 3 elements differ; worst at \(0,\): got 1, expected 1\.0000"):
         compare.check_same_bits("x", a, [1 + 1e-7, np.nan, 0.0])
+    for one, other in ((a, [1.0, 2.0, 0.0]), ([1.0, 2.0, 0.0], a)):
+        with pytest.raises(AssertionError, match=r"x: 1 of 3 elements differ; worst at \(1,\)"):
+            compare.check_same_bits("x", one, other)
 
 
 def test_nothing_to_compare() -> None:
@@ -385,6 +388,31 @@ def test_bound_of_one_row(rng: Any, dtype: str, noise: float, size: float) -> No
     assert 0 < x.check(0.99 * error, dtype) < 1
     with pytest.raises(AssertionError, match=r"1 of 4096 rows are off; worst is row \(0, 1, 77\)"):
         x.check(1.01 * error, dtype)
+
+
+def test_the_row_furthest_beyond_its_bound_is_named(rng: Any) -> None:
+    x = Parts(rng, 4096)
+    x.value[0, 0, 9] *= 1e-3
+    error = np.zeros(x.value.shape)
+    error[0, 0, 5], error[0, 0, 9] = 0.02 * x.aside[0, 0, 5], 2e-3 * x.aside[0, 0, 9]
+    with pytest.raises(
+        AssertionError, match=r"2 of 4096 rows are off; worst is row \(0, 0, 9\) with norm ratio 2\.236"
+    ):
+        x.check(error, "bfloat16")
+
+
+def test_rows_of_nan_lend_the_others_nothing(rng: Any) -> None:
+    x = Parts(rng, size=1e4, noise=2.0)
+    x.rough = x.size
+    x.value[:, 1] = np.nan
+    x.aside[:, 1] = 0
+    few, blur = 1 + 1 / 32, 9 * 2.0**-24 * 1e4
+    allowed = few * 1e-5 * 2 + blur
+    held(lambda share: x.check(share * allowed * x.aside, "float32", hard=True), 1, "relative L2 error")
+    error = few * 1e-5 * 3 * x.value
+    x.size, x.noise, x.rough = 1e-9 * x.size, 0 * x.noise, 0 * x.rough
+    with pytest.raises(AssertionError, match="relative L2"):
+        x.check(error, "float32")
 
 
 def test_bound_of_a_row_of_nothing(rng: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,143 @@ def test_gradients_are_finite_differences(divergence: str, layout: str, options:
         moved = [[y + s * direction if j == i else y for j, y in enumerate(case.arrays)] for s in (step, -step)]
         slope = (loss(moved[0]) - loss(moved[1])) / (2 * step)
         assert float((grads[i] * direction).sum()) == pytest.approx(slope, rel=1e-7, abs=1e-8)
+
+
+# The definition once more, one pair at a time in extended precision: it shares no code with the reference.
+
+
+def sees(options: dict[str, Any], M: int, N: int, b: int, h: int, i: int, j: int) -> bool:
+    """Whether row i of a head sees key j, in the words of the README."""
+    if "cu_seqlens_q" in options:
+        ends = (
+            zip(options["cu_seqlens_q"], options["cu_seqlens_q"][1:]),
+            zip(*(options["cu_seqlens_k"][a:] for a in (0, 1))),
+        )
+        for (q0, q1), (k0, k1) in zip(*ends):
+            if q0 <= i < q1:
+                inner = {key: x for key, x in options.items() if not key.startswith("cu_")}
+                return bool(k0 <= j < k1) and sees(inner, q1 - q0, k1 - k0, b, h, i - q0, j - k0)
+        return False
+    offset = options.get("q_offset")
+    diagonal = i + (N - M if offset is None else offset)
+    if options.get("causal") and j > diagonal:
+        return False
+    left, right = options.get("window") or (None, None)
+    if left not in (None, -1) and j < diagonal - left:
+        return False
+    if right not in (None, -1) and j > diagonal + right:
+        return False
+    if "key_lengths" in options and j >= options["key_lengths"][b]:
+        return False
+    if "key_mask" in options and not np.atleast_2d(options["key_mask"])[b, j]:
+        return False
+    if "block_mask" in options:
+        pattern = options["block_mask"]
+        head = h if pattern.heads > 1 else 0
+        row = pattern.dense()[head, i // pattern.query_block]
+        return bool(row[j // pattern.key_block])
+    return True
+
+
+def longhand(grad: Array, arrays: tuple[Array, ...], options: dict[str, Any]) -> tuple[list[Array], list[list[Array]]]:
+    """Rows as `reference.Rows` has them and gradients as `reference.Gradients`, inputs in the order (B, H, row, D)."""
+    exact = [np.asarray(x, np.longdouble) for x in arrays]
+    scales = [
+        options.get(f"{s}_scale") or exact[i].shape[3] ** np.longdouble(-0.5)
+        for s, i in (("teacher", 0), ("student", 2))
+    ]
+    B, H, M, _ = exact[0].shape
+    N = exact[1].shape[2]
+    rows = [np.zeros((B, H, M), np.longdouble) for _ in range(5)]
+    rows[1:3] = [x - np.inf for x in rows[1:3]]
+    sums = [[np.zeros(x.shape, np.longdouble) for x in exact] for _ in range(4)]
+    for b, h, i in np.ndindex(B, H, M):
+        seen = [j for j in range(N) if sees(options, M, N, b, h, i, j)]
+        if not seen:
+            continue
+        heads = [h * x.shape[1] // H for x in exact]
+        q = [exact[side][b, h, i] for side in (0, 2)]
+        k = [exact[side + 1][b, heads[side + 1]][seen] for side in (0, 2)]
+        logits = [c * (x @ y.T) for c, x, y in zip(scales, q, k)]
+        sizes = [abs(c) * (abs(x) @ abs(y).T) for c, x, y in zip(scales, q, k)]
+        lse = [x.max() + np.log(np.exp(x - x.max()).sum()) for x in logits]
+        log_p, log_q = (x - total for x, total in zip(logits, lse))
+        p, q_ = np.exp(log_p), np.exp(log_q)
+        kl = (p * (log_p - log_q)).sum()
+        terms = [p * (log_p - log_q - kl), q_ - p]
+        worst = [p * (1 + abs(log_p - log_q) + abs(kl)), p + q_]
+        condition = sum((abs(d) * size).sum() for d, size in zip(terms, sizes))
+        for array, x in zip(rows, (kl, *lse, max(x.max() for x in sizes), condition)):
+            array[b, h, i] = x
+        for n, side in enumerate((0, 2)):
+            d, size = (grad[b, h, i] * scales[n] * x for x in (terms[n], worst[n]))
+            rough = abs(size) * (1 + sizes[0] + sizes[1])
+            for into, x, power in zip(sums, (d, abs(size), d**2, rough), (None, 1, 2, 1)):
+                operands = [y if power is None else abs(y) ** power for y in (q[n], k[n])]
+                into[side][b, h, i] = x @ operands[1]
+                for j, value in zip(seen, x):
+                    into[side + 1][b, heads[side + 1], j] += value * operands[0]
+    sums[2] = [np.sqrt(x) for x in sums[2]]
+    return rows, sums
+
+
+def some_blocks(heads: int, rng: np.random.Generator) -> Any:
+    """All that the reference asks of a pattern, with blocks smaller than a pattern may have."""
+    blocks = rng.random((heads, 4, 3)) < 0.5
+    return SimpleNamespace(heads=heads, query_block=2, key_block=3, dense=lambda: blocks)
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "q_offset": -2},
+        {"window": (3, 1)},
+        {"window": (2, None), "causal": True, "q_offset": 4},
+        {"window": (-1, 0), "q_offset": 1},
+        {"window": (0, -1)},
+        {"key_lengths": [9, 4]},
+        {"key_mask": "random", "causal": True},
+        {"block_mask": 1},
+        {"block_mask": 4, "causal": True, "key_lengths": [2, 8]},
+        {"cu_seqlens_q": [0, 3, 3, 6], "cu_seqlens_k": [1, 3, 5, 9]},
+        {"cu_seqlens_q": [1, 4, 7], "cu_seqlens_k": [0, 5, 8], "causal": True},
+        {"cu_seqlens_q": [0, 4, 7], "cu_seqlens_k": [0, 5, 9], "window": (1, 1), "q_offset": 1},
+    ],
+    ids=str,
+)
+def test_reference_is_the_definition_one_pair_at_a_time(
+    options: dict[str, Any], layout: str, rng: np.random.Generator
+) -> None:
+    packed = "cu_seqlens_q" in options
+    B = 1 if packed else 2
+    given: dict[str, Any] = {"teacher_scale": -0.7} if rng.random() < 0.5 else {"student_scale": 1.3}
+    for name, x in options.items():
+        if name == "key_mask":
+            x = rng.random((B, 9)) < 0.6
+        given[name] = some_blocks(x, rng) if name == "block_mask" else np.array(x) if isinstance(x, list) else x
+    case = make(
+        "gaussian", B=B, H=4, M=7, N=9, D_t=3, D_s=2, teacher_key_heads=2, student_key_heads=1,
+        dtypes="float64", layout=layout, seed=int(rng.integers(1 << 30)), **given,
+    )  # fmt: skip
+    swap = packed or layout == "bnhd"
+
+    def canonical(x: Array) -> Array:
+        x = x[None] if packed else x
+        return x.swapaxes(1, 2) if swap else x
+
+    grad = rng.standard_normal((B, 4, 7))
+    rows, sums = longhand(grad, tuple(canonical(x) for x in case.arrays), given)
+    found = reference.forward(*case.arrays, **case.options)
+    for name, a, e in zip(found._fields, found, rows, strict=True):
+        np.testing.assert_allclose(canonical(a), e.astype(float), rtol=1e-12, atol=1e-13, err_msg=name)
+    callers = grad.swapaxes(1, 2) if swap else grad
+    gradients = reference.backward(callers[0] if packed else callers, *case.arrays, **case.options)
+    for field, fours in zip(gradients._fields, sums, strict=True):
+        for name, a, e in zip(reference.Grads._fields, getattr(gradients, field), fours, strict=True):
+            np.testing.assert_allclose(canonical(a), e.astype(float), rtol=1e-11, atol=1e-13, err_msg=f"{field} {name}")
 
 
 def test_causal_is_aligned_at_the_end() -> None:
@@ -160,11 +298,44 @@ def test_upstream_kinds() -> None:
     assert (upstream(rng, (400,)) < 0).any()
 
 
-@pytest.mark.parametrize("options", MASKED)
-def test_plain_computation_is_near(options: dict[str, Any]) -> None:
-    case = make("gaussian", H=2, M=20, N=30, student_key_heads=1, seed=2, **options)
-    grad = upstream(np.random.default_rng(1), (1, 2, 20))
-    kl, grads = reference.plain(grad, *case.arrays, **case.options)
-    np.testing.assert_allclose(kl, reference.forward(*case.arrays, **case.options).kl, atol=1e-5)
-    for a, e in zip(grads, reference.backward(grad, *case.arrays, **case.options).value, strict=True):
-        np.testing.assert_allclose(a, e, atol=1e-5)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("axes", [2, 3])
+def test_fewer_axes_are_axes_of_one(layout: str, axes: int, rng: np.random.Generator) -> None:
+    case = make("gaussian", H=1 if axes == 2 else 3, M=4, N=5, D_t=3, layout=layout, causal=True, dtypes="float64")
+    fewer = tuple(x.reshape([n for n in x.shape if n != 1] if axes == 2 else x.shape[1:]) for x in case.arrays)
+    assert {x.ndim for x in fewer} == {axes}
+    whole, rows = (reference.forward(*x, **case.options) for x in (case.arrays, fewer))
+    grad = rng.standard_normal(whole.kl.shape)
+    expected = [*whole, *reference.backward(grad, *case.arrays, **case.options).value]
+    found = [*rows, *reference.backward(grad.reshape(rows.kl.shape), *fewer, **case.options).value]
+    for a, e, n in zip(found, expected, 5 * [axes - 1] + 4 * [axes], strict=True):
+        assert a.ndim == n
+        np.testing.assert_array_equal(a.ravel(), e.ravel())
+
+
+@pytest.mark.parametrize("options", [*MASKED, {"layout": "bnhd", "key_lengths": np.array([0, 7])}])
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float16"), ("float16", "bfloat16")])
+@pytest.mark.parametrize("scale", [None, 60.0])
+def test_plain_computation_is_near(
+    options: dict[str, Any], dtypes: tuple[str, str], scale: float | None, rng: np.random.Generator
+) -> None:
+    """By the type of each side; with large logits too, of either sign, where exponentials must be of differences."""
+    given = {} if scale is None else {"teacher_scale": scale, "student_scale": -scale}
+    case = make(
+        "gaussian", B=2, H=2, M=20, N=30, D_t=8, student_key_heads=1, dtypes=dtypes, **given, **options,
+        seed=int(rng.integers(1 << 30)),
+    )  # fmt: skip
+    expected = reference.forward(*case.arrays, **case.options)
+    grad = upstream(rng, expected.kl.shape)
+    kl, grads = reference.plain(grad, *case.arrays, dtypes=dtypes, **case.options)
+    assert (np.abs(kl - expected.kl) <= 1e-5 * (1 + expected.kl) + 1e-6 * expected.condition).all()
+    gradients = reference.backward(grad, *case.arrays, **case.options)
+    for i, (a, dtype) in enumerate(zip(grads, case.dtype_of_inputs, strict=True)):
+        np.testing.assert_array_equal(a, reference.rounded(a, dtype))
+        one = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}[dtype]
+        allowed = one * (np.abs(gradients.value[i]) + 10 * gradients.noise[i]) + 1e-6 * gradients.sensitivity[i]
+        allowed += (scale or 1) * (3e-6 if dtype == "float16" else 1e-7)  # of its numbers next to zero
+        assert (np.abs(a - gradients.value[i]) <= allowed).all(), i
+        if dtype != "float32" and scale is None:  # rounded before the second product, not only at the end
+            error = np.linalg.norm(a - gradients.value[i])
+            assert error > 1.1 * np.linalg.norm(reference.rounded(gradients.value[i], dtype) - gradients.value[i])
