@@ -29,7 +29,6 @@ from .arch import PLANES
 from .errors import CompilerError
 from .planning import KernelPlan, facts_for_arch, make_plan
 from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
-from .source import flatten
 from .threads import usable_cores
 
 DIMS = (
@@ -277,8 +276,7 @@ def _built(entry: Entry, build: compiler.Build, stored: bool, found: bool = Fals
 
 
 def _text(entry: Entry) -> str:
-    kernel = entry.kernel
-    return flatten(kernel.entry, dict(kernel.constants), dict(kernel.slots))
+    return entry.kernel.text
 
 
 def _build_one(entry: Entry) -> tuple[Entry, compiler.Build | str]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .arch import (
-    ARGS_BYTES,
     ELEMENT_BYTES,
     ELEMENT_CODES,
     PLANES,
@@ -30,6 +29,8 @@ from .masks import Scene, key_range, parts_of
 from .portions import portions, survey
 from .problem import INPUT_NAMES, Problem, counted
 from .rules.divergences import DIVERGENCES
+from .source import flatten
+from .structs import FORWARD, KEY_BITS, Regions, Struct, key_words, row_tiles, shared_lists
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -73,7 +74,9 @@ class KernelPlan:
     head_group: int
     """Heads that run side by side."""
     threads: int
-    args_bytes: int
+    args: Struct
+    regions: tuple[Regions, ...]
+    """What lies in workspaces that it reads or writes."""
     boxes: tuple[tuple[str, int], ...]
     """Inputs read through tensor maps, with the rows of a box."""
     splits: int = 1
@@ -87,6 +90,11 @@ class KernelPlan:
     arrivals_bytes: int = 0
     share_bytes: int = 0
     """What these take, with the counters of who has come; those come first, and are zero before a launch."""
+
+    @property
+    def text(self) -> str:
+        """The CUDA text, read and put together once: other offsets, lengths and scales run the same one."""
+        return _text(self.entry, self.constants, self.slots, self.args, self.regions)
 
     def __str__(self) -> str:
         t = self.tile
@@ -102,6 +110,18 @@ class KernelPlan:
             )
             + (f" ({self.reason})" if self.reason else "")
         )
+
+
+@lru_cache(maxsize=1024)
+def _text(
+    entry: str,
+    constants: tuple[tuple[str, int | str], ...],
+    slots: tuple[tuple[str, str | tuple[str, ...]], ...],
+    args: Struct,
+    regions: tuple[Regions, ...],
+) -> str:
+    prologue = "\n".join([args.text, *(x.text for x in regions)])
+    return flatten(entry, dict(constants), dict(slots), prologue=prologue)
 
 
 @dataclass(frozen=True)
@@ -208,6 +228,7 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     plan = _unsplit_plan(_without_numbers(problem), facts)
     forward = plan.forward
     rows = problem.batch * problem.heads * problem.queries
+    (states,) = forward.regions
     busy = problem.batch * problem.heads * -(-problem.queries // forward.tile.rows)
     splits = _splits(busy, _key_tiles(problem, forward.tile), facts)
     if splits == 1:
@@ -218,7 +239,7 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         problem=problem,
         forward=forward,
         combine=_combine(Work(problem, "forward"), forward, rows),
-        workspace_bytes=plan.mask_bytes + 4 * DIVERGENCES[problem.divergence].state_floats * splits * rows,
+        workspace_bytes=plan.mask_bytes + states.bytes(splits * rows),
     )
 
 
@@ -240,7 +261,7 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     wanted = [name for name in INPUT_NAMES if problem.operand(name).dim <= MAX_DIM]
     bits = _key_bits(problem, facts)
     # What follows the bits starts on a line of its own.
-    mask_bytes = -(-problem.batch * _bit_words(problem) * 4 // 128) * 128 if bits else 0
+    mask_bytes = -(-problem.batch * key_words(problem.keys) * 4 // 128) * 128 if bits else 0
     passes = {side: _fused(Work(problem, side), facts) for side in SIDES}
     return Plan(
         problem=problem,
@@ -273,7 +294,7 @@ def _fused(work: Work, facts: DeviceFacts) -> FusedPlan | str:
     return FusedPlan(
         work.name,
         (helper("prepare"), main, helper("finish")),
-        -(-family.workspace_bytes(work) // 128) * 128 + main.share_bytes,
+        -(-main.regions[0].bytes(blocks) // 128) * 128 + main.share_bytes,
         (f"{work.name}_q", f"{work.name}_k"),
     )
 
@@ -299,9 +320,8 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
     if family is None:
         raise NotImplementedError(list(refusals.values())[-1])
     tile = _tile(family, work, facts)
-    # The lengths of sequences are not known here: however they are cut, each has at most one tile that is not full, and
-    # what follows the last one is like one more.
-    tiles = work.rows // tile.rows + problem.sequences + 1 if problem.sequences else -(-work.rows // tile.rows)
+    # The lengths of sequences are not known here.
+    tiles = row_tiles(work.rows, tile.rows, problem.sequences)
     pairs = problem.batch * work.heads
     schedule = {"head_group": _head_group(work)}
     if problem.mask.pattern is not None:
@@ -328,7 +348,6 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         "SKL_WARP_TILES": tile.warp_tiles,
         "SKL_STAGES": tile.stages,
         "SKL_SMEM_BYTES": smem_bytes,
-        "SKL_ARGS_BYTES": family.args_bytes(kind),
         "SKL_ROWS_ARE_QUERIES": int(not work.rows_are_keys),
         "SKL_MASK_PARTS": ", ".join(part.struct for part in parts),
         **family.constants(work, tile),
@@ -353,7 +372,8 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         blocks=min(blocks, facts.multiprocessors * tile.min_blocks) if family.stays(work) else blocks,
         **schedule,
         threads=family.threads(tile),
-        args_bytes=family.args_bytes(kind),
+        args=family.args(kind),
+        regions=family.regions(work, tile),
         boxes=family.boxes(work, tile),
     )
 
@@ -375,16 +395,14 @@ def _portions(
     entries, slots = portions(lists, longest, group)
     most = int(lengths.max(initial=0))
     together = -(-pairs * (min(most, longest) if longest else most) // average)
-    # A counter per warp and a row tile's sums in float32 for every place.
-    arrivals = -(-pairs * slots * tile.warps * 4 // 128) * 128
-    sums = pairs * slots * tile.rows * -(-work.out_dim // 16) * 16 * 4
+    sizes = shared_lists(tile.warps, tile.rows, work.out_dim).sizes(pairs * slots)
     return entries.shape[1], {
         "head_group": min(_head_group(work, min(together, pairs)), max(pairs, 1)),
         "group": group,
         "longest": longest,
         "share_slots": slots,
-        "arrivals_bytes": arrivals,
-        "share_bytes": arrivals + sums,
+        "arrivals_bytes": sizes["arrivals"],
+        "share_bytes": sum(sizes.values()),
     }
 
 
@@ -426,7 +444,7 @@ def _combine(work: Work, forward: KernelPlan, rows: int) -> KernelPlan:
     threads = 128
     arch = forward.arch.rstrip("a")
     # Only float32 keys have parts in common taken from them, and log-sum-exps to give those back to.
-    constants = {"SKL_ARGS_BYTES": ARGS_BYTES["forward"], "SKL_HAS_OFFSETS": int(work.float32), "SKL_THREADS": threads}
+    constants = {"SKL_HAS_OFFSETS": int(work.float32), "SKL_THREADS": threads}
     return replace(
         forward,
         name="combine",
@@ -439,14 +457,9 @@ def _combine(work: Work, forward: KernelPlan, rows: int) -> KernelPlan:
         smem_bytes=0,
         blocks=-(-rows // threads),
         threads=threads,
-        args_bytes=ARGS_BYTES["forward"],
+        args=FORWARD,
         boxes=(),
     )
-
-
-def _bit_words(problem: Problem) -> int:
-    """Words of 32 keys per batch entry."""
-    return -(-problem.keys // 32)
 
 
 def _key_bits(problem: Problem, facts: DeviceFacts) -> KernelPlan | None:
@@ -455,7 +468,7 @@ def _key_bits(problem: Problem, facts: DeviceFacts) -> KernelPlan | None:
         return None
     threads = 256
     major, minor = facts.compute_capability
-    constants = {"SKL_ARGS_BYTES": ARGS_BYTES["key_bits"], "SKL_THREADS": threads}
+    constants = {"SKL_THREADS": threads}
     return KernelPlan(
         name="key_bits",
         family="any",
@@ -468,10 +481,11 @@ def _key_bits(problem: Problem, facts: DeviceFacts) -> KernelPlan | None:
         tile=TileRow(threads // 32, 1, 32, 1, 1, MAX_TEACHER_DIM, "a warp packs a word of 32 keys"),
         smem_bytes=0,
         tiles=1,
-        blocks=-(-problem.batch * _bit_words(problem) * 32 // threads),
+        blocks=-(-problem.batch * key_words(problem.keys) * 32 // threads),
         head_group=1,
         threads=threads,
-        args_bytes=ARGS_BYTES["key_bits"],
+        args=KEY_BITS,
+        regions=(),
         boxes=(),
     )
 

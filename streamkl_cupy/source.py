@@ -46,8 +46,9 @@ def flatten(
     constants: Mapping[str, int | float | str],
     slots: Slots,
     root: Path | None = None,
+    prologue: str = "",
 ) -> str:
-    """One self-contained CUDA text: constants as macros, then `entry` with every include inlined once.
+    """One self-contained CUDA text: constants as macros, the prologue, then `entry` with every include inlined once.
 
     Args:
         entry: file to start from, relative to `root`, such as "kernels/forward.cu".
@@ -55,6 +56,7 @@ def flatten(
             a str is taken verbatim (the name of a type or of a function).
         slots: slot name -> file, or files in order, relative to `root`, that `#include "@name"` stands for.
         root: folder of the sources; by default the one this package ships.
+        prologue: declarations that are written rather than read, as `structs.py` does.
 
     Returns:
         The text. Equal arguments and equal files give equal text, whatever the order of the mappings.
@@ -65,6 +67,8 @@ def flatten(
     """
     out = ['#line 1 "constants"']
     out += [f"#define {_macro(name)} {_literal(name, constants[name])}" for name in sorted(constants)]
+    if prologue:
+        out += ['#line 1 "structs.py"', prologue]
     _inline(entry, "the caller", root or cuda_root(), slots, out, set())
     return "\n".join(out) + "\n"
 

@@ -949,14 +949,12 @@ def test_a_compiling_process_that_is_ended_is_an_error_with_advice() -> None:
 
 def test_compiled_kernels_are_those_a_call_looks_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
-    from streamkl_cupy.source import flatten
-
     entry = catalogue.entries("sm_80", [(64, 64)], [catalogue.ELEMENT_TYPES[0]])[0][0]
     (built,) = catalogue.build([entry], jobs=1, store=True)
     assert (built.stored, built.found) == (True, False)
     monkeypatch.setattr(compiler, "build", lambda *a, **o: pytest.fail("it was compiled again"))
     kernel = entry.kernel
-    compiler.cached_image(flatten(kernel.entry, dict(kernel.constants), dict(kernel.slots)), kernel.arch)
+    compiler.cached_image(kernel.text, kernel.arch)
 
 
 def test_compile_lists_without_compiling(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import patterns
-from streamkl_cupy.arch import MASK_WORDS
 from streamkl_cupy.masks import MASKS
 from streamkl_cupy.portions import portions, survey
 from streamkl_cupy.source import cuda_root, flatten
+from streamkl_cupy.structs import EXTENTS, FORWARD, MASK_WORDS, row_tiles
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -119,22 +119,6 @@ extern "C" int walk_all(const Extents* n, int blocks, int heads, int group, int 
 """
 
 
-class Extents(ctypes.Structure):
-    _fields_ = (
-        ("batch", ctypes.c_int),
-        ("heads", ctypes.c_int),
-        ("queries", ctypes.c_int),
-        ("keys", ctypes.c_int),
-        ("teacher_group", ctypes.c_int),
-        ("student_group", ctypes.c_int),
-        ("tiles", ctypes.c_int),
-        ("head_group", ctypes.c_int),
-        ("splits", ctypes.c_int),
-        ("sequences", ctypes.c_int),
-        ("mask", ctypes.c_int64 * MASK_WORDS),
-    )
-
-
 Walker = Callable[..., int]
 
 
@@ -157,7 +141,7 @@ def walkers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Walker]:
                 "SKL_ROWS_ARE_QUERIES": int(queries), "SKL_MASK_PARTS": ", ".join(part.struct for part in entries),
             }  # fmt: skip
             slots = {"mask": (*(part.header for part in entries), "masks/all.cuh")}
-            text = SHIM + flatten("kernels/walk.cu", constants, slots, root)
+            text = SHIM + flatten("kernels/walk.cu", constants, slots, root, FORWARD.text)
             made[key] = compiled(folder / f"walk{len(made)}", text)
         return made[key]
 
@@ -203,7 +187,10 @@ def one_block(walk: Walker, parts: tuple[str, ...], rows: int, columns: int, que
     batch, group = 1 if packed else int(rng.integers(1, 3)), int(rng.integers(1, 3))
     heads = group * int(rng.integers(1, 3))
     M, N = int(rng.integers(1, 300)), int(rng.integers(1, 300))
-    extents = Extents(batch, heads, M, N, group, group, 0, int(rng.integers(1, batch * heads + 1)), 1, 0)
+    extents: dict[str, Any] = {
+        "batch": batch, "heads": heads, "queries": M, "keys": N, "teacher_group": group, "student_group": group,
+        "head_group": int(rng.integers(1, batch * heads + 1)), "sequences": 0,
+    }  # fmt: skip
     keep: list[Any] = []
     words: list[int] = []
 
@@ -221,7 +208,7 @@ def one_block(walk: Walker, parts: tuple[str, ...], rows: int, columns: int, que
         S = int(rng.integers(0, 6))
         cu_q, cu_k = (np.sort(rng.integers(0, total + 1, S + 1)).astype(np.int32) for total in (M, N))
         cu_q[0] = cu_k[0] = 0
-        extents.sequences = S
+        extents["sequences"] = S
         places = [(cu_q[s], cu_q[s + 1], cu_k[s], cu_k[s + 1]) for s in range(S)]
         dense[:] = False
     for q0, q1, k0, k1 in places:
@@ -261,22 +248,22 @@ def one_block(walk: Walker, parts: tuple[str, ...], rows: int, columns: int, que
         words += [pointer(x) for x in lists] + [0, shape[0]]
         for head in range(heads):
             dense[:, head] &= pattern.visible(np.arange(M)[:, None], np.arange(N), head)
-    extents.mask[: len(words)] = words
     total = M if queries else N
-    extents.tiles = total // rows + extents.sequences + 1 if packed else -(-total // rows)
+    extents["tiles"] = row_tiles(total, rows, extents["sequences"])
     out_heads, group = (heads, 1) if queries else (heads // group, group)
     for step, splits, longest in ((1, 1, 0), (-1, 1, 0), (-1, 3, 0), (1, 1, 3))[:: 1 if queries else 3]:
-        extents.splits = splits
+        extents["splits"] = splits
         if "blocks" in parts:
             entries = portions(survey(pattern, rows, columns, not queries, group), longest, group).entries
-            extents.tiles = entries.shape[1]
-            extents.mask[len(words) - 2] = pointer(entries)
+            extents["tiles"] = entries.shape[1]
+            words[-2] = pointer(entries)
         seen = np.zeros((batch, heads, M, N), np.uint8)
         written = np.zeros((batch, out_heads, total), np.int32)
         visits = ctypes.c_int()
-        blocks = batch * out_heads * extents.tiles * splits
+        blocks = batch * out_heads * extents["tiles"] * splits
         arrays = [ctypes.c_void_p(x.ctypes.data) for x in (seen, written)]
-        broken = walk(ctypes.byref(extents), blocks, out_heads, group, step, *arrays, ctypes.byref(visits))
+        extents["mask"] = words + [0] * (MASK_WORDS - len(words))
+        broken = walk(EXTENTS.pack(extents), blocks, out_heads, group, step, *arrays, ctypes.byref(visits))
         about = f"M={M} N={N} offset={offset} left={left} right={right} {places} {rows}x{columns} {step} {longest}"
         assert broken == 0, about
         assert (written == 1).all(), about

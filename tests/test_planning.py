@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-import struct
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from streamkl_cupy import launch, patterns
-from streamkl_cupy.arch import ARGS_BYTES, SIDES, Work, families, sm80, sm90, sm90_fused
+from streamkl_cupy import patterns
+from streamkl_cupy.arch import SIDES, sm80, sm90, sm90_fused
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
 from streamkl_cupy.portions import survey
@@ -247,34 +246,6 @@ def test_limits_are_errors() -> None:
 def test_more_heads_than_two_grid_axes_could_hold() -> None:
     p = plan(M=128, N=128, heads=70_000, batch=3)
     assert p.forward.blocks >= 210_000
-
-
-@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
-def test_packed_arguments_have_the_size_the_kernels_assert(family: Any) -> None:
-    # The kernels compare the same numbers with sizeof; here they are compared with what is really packed.
-    p = problem(mask=MaskSpec(("causal",), (("q_offset", -3),)))
-    for name in ("forward", *INPUT_NAMES, *SIDES):
-        work = Work(p, name)
-        if family.refuses(work, facts_for_arch("sm_90")):
-            continue
-        planned = make_plan(p, facts_for_arch("sm_90"))
-        kernel = {
-            "forward": planned.forward,
-            **dict(planned.gradients),
-            **{fused.side: fused.kernels[1] for fused in planned.fused},
-        }
-        assert len(launch._template(p, kernel[name])) == ARGS_BYTES[work.kind]
-        assert family.args_bytes(work.kind) % 8 == 0
-
-
-def test_the_template_carries_the_mask_and_the_scales() -> None:
-    p = problem(M=5, N=9, mask=MaskSpec(("causal",), (("q_offset", -3),)))
-    packed = launch._template(p, make_plan(p, facts_for_arch("sm_90")).forward)
-    start = 4 * 40 + 3 * 32
-    batch, heads, queries, keys = struct.unpack_from("=4i", packed, start)
-    assert (batch, heads, queries, keys) == (1, 8, 5, 9)
-    assert struct.unpack_from("=12q", packed, start + 40) == (-3, *[0] * 11)
-    assert struct.unpack_from("=2f", packed, start + 136) == pytest.approx([launch.LOG2E / 8] * 2)
 
 
 def test_tile_rows_say_why() -> None:

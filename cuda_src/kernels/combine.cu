@@ -4,7 +4,8 @@
 #include "common/math.cuh"
 #include "@divergence"
 
-static_assert(sizeof(ForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and ForwardArgs differ");
+
+static_assert(sizeof(RowState) == 4 * SplitStates::kStates, "plan: the state of a row");
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS) streamkl_combine(const __grid_constant__ ForwardArgs args) {
     const Extents& n = args.n;
@@ -16,9 +17,9 @@ extern "C" __global__ void __launch_bounds__(SKL_THREADS) streamkl_combine(const
     for (int split = 1; split < n.splits; ++split) state.merge(RowState::load(from + split * rows, n.splits * rows));
     const int r = static_cast<int>(index % n.queries), pair = static_cast<int>(index / n.queries);
     const int b = pair / n.heads, h = pair % n.heads;
-    float& value = args.value.at(b, h)[r * args.value.row];
-    float& lse_t = args.teacher_lse.at(b, h)[r * args.teacher_lse.row];
-    float& lse_s = args.student_lse.at(b, h)[r * args.student_lse.row];
+    float& value = row_vector(args.value, b, h)[r * args.value.row];
+    float& lse_t = row_vector(args.teacher_lse, b, h)[r * args.teacher_lse.row];
+    float& lse_s = row_vector(args.student_lse, b, h)[r * args.student_lse.row];
     if constexpr (SKL_HAS_OFFSETS) {  // what the logits lacked lies where the log-sum-exps go
         const float offset_t = lse_t, offset_s = lse_s;
         state.finish(value, lse_t, lse_s);

@@ -30,7 +30,6 @@ using StudentCommon = CommonPart<StudentTile>;
 constexpr bool kCommon = TeacherCommon::kPossible || StudentCommon::kPossible;
 constexpr int kCommonBytes = TeacherCommon::kBytes + StudentCommon::kBytes;
 
-static_assert(sizeof(ForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and ForwardArgs differ");
 static_assert(kQueryBytes + kStages * kStageBytes + kCommonBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 // What the logits of a row lack of the common parts, which all lanes of a row must ask for together.

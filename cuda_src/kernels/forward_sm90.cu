@@ -28,11 +28,6 @@
 using Teacher = Operand<SKL_T_ELEMENT, SKL_T_DIM>;
 using Student = Operand<SKL_S_ELEMENT, SKL_S_DIM>;
 
-struct HopperForwardArgs {
-    TensorMap teacher_q, teacher_k, student_q, student_k;
-    ForwardArgs base;
-};
-
 constexpr int kGroups = kWarps / 4;
 constexpr int kTiles = kColumns / 8;
 constexpr int kRing = SKL_STAGES;
@@ -46,7 +41,6 @@ constexpr int kQueryBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
 constexpr int kBarrierBytes = 8 * (2 * kRing + 1);
 
 static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup computes 64 x 64 scores");
-static_assert(sizeof(HopperForwardArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperForwardArgs differ");
 static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ HopperForwardArgs all) {

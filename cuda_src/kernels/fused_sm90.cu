@@ -43,6 +43,7 @@
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
+#include "common/sizes.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
@@ -67,11 +68,6 @@ using Own = OfSide<kSide>::Operand;
 using Other = OfSide<1 - kSide>::Operand;
 using E = Element<Own::kCode>;
 using Terms = TermLayout<Logit, kColumns>;
-
-struct HopperFusedArgs {
-    TensorMap teacher_q, teacher_k, student_q, student_k;
-    FusedArgs fused;
-};
 
 constexpr int kGroups = kWarps / 4;
 constexpr int kTiles = kColumns / 8;
@@ -112,7 +108,6 @@ static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at mo
 static_assert(Own::kChunks % kWide == 0, "plan: products of dQ are equally wide");
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
 static_assert(kSubs == 1 || (kSubs == 2 && Own::kChunks == 1), "plan: registers hold two gradients of up to 64 columns");
-static_assert(sizeof(HopperFusedArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperFusedArgs differ");
 static_assert(1024 + kVisitsAt + kVisits * sizeof(Visit) == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 template <int N>
@@ -151,23 +146,16 @@ __device__ inline u32 pack(float lo, float hi) {
     return planes[0];
 }
 
-struct Workspace {
-    float* sums;
-    float* terms;
-    int* exponents;
-    u32* taken;
+static_assert(FusedWorkspace::kSums == kColumns * Own::kDim && FusedWorkspace::kTerms == Terms::kFloats, "plan: workspace");
+
+struct Workspace : FusedWorkspace {
     int heads, tiles;
 
     __device__ explicit Workspace(const FusedArgs& args) {
         const Extents& n = args.base.n;
         heads = n.heads;
-        // As many as masks/packed.cuh has for any lengths of sequences.
-        tiles = n.sequences > 0 ? n.queries / kColumns + n.sequences + 1 : ceil_div(n.queries, kColumns);
-        const i64 entries = static_cast<i64>(n.batch * heads) * tiles;
-        sums = reinterpret_cast<float*>(args.workspace);
-        terms = sums + entries * (kColumns * Own::kDim);
-        exponents = reinterpret_cast<int*>(terms + entries * Terms::kFloats);
-        taken = reinterpret_cast<u32*>(exponents + entries);
+        tiles = row_tiles(n.queries, kColumns, n.sequences);
+        locate(args.workspace, static_cast<i64>(n.batch * heads) * tiles);
     }
     // Of a tile of 64 queries, counted in its place.
     __device__ i64 entry(int b, int h, const Place& place, int tile) const {
@@ -203,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_prep
     const Workspace space(all.fused);
     const Entry at(space, args.n);
 
-    float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * (kColumns * Own::kDim));
+    float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * Workspace::kSums);
 #pragma unroll
     for (int i = 0; i < kColumns * Own::kDim / 4 / kHelperThreads; ++i)
         sums[threadIdx.x + kHelperThreads * i] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -231,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_fini
     const Tensor4& out = all.fused.out_q;
     const Workspace space(all.fused);
     const Entry at(space, args.n);
-    const float* const sums = space.sums + at.index * (kColumns * Own::kDim);
+    const float* const sums = space.sums + at.index * Workspace::kSums;
     const Mask mask(args.n, at.place, at.batch, at.head);
     // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are the
     // upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
@@ -477,10 +465,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
                 mbarrier_wait(own_keys, visit.own_parity);
                 clear_non_finite<E, kRows, Own::kChunks>(base + kOwnKeysAt, 1 + group);
             }
-            float* const head_sums = space.sums + space.entry(visit.block.batch, visit.head, visit.place, 0) * (kColumns * Own::kDim);
+            float* const head_sums = space.sums + space.entry(visit.block.batch, visit.head, visit.place, 0) * Workspace::kSums;
             bool done = false;  // with the portion's keys, before the last sums are on their way
             for (Walk walk = walk_of(visit); walk.more(); walk.next()) {
-                float* const sums = head_sums + static_cast<i64>(walk.tile()) * (kColumns * Own::kDim);
+                float* const sums = head_sums + static_cast<i64>(walk.tile()) * Workspace::kSums;
 #pragma unroll
                 for (int first = 0; first < Own::kChunks; first += kWide) {
                     float part[kWide < Own::kChunks ? 8 * kWide : kOutTiles][4];  // kColumns queries x so many columns of dQ

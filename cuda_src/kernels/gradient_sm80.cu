@@ -44,7 +44,6 @@ constexpr int kStageBytes = kTileBytes + kVectors * kColumns * 4;
 // no less without it than the log-sum-exp that they meet.
 using Common = CommonPart<OutTile>;
 
-static_assert(sizeof(GradientArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and GradientArgs differ");
 static_assert(kRowBytes + kStages * kStageBytes + Common::kBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 // Whether streamed query j sees any key: no other one has an infinite log-sum-exp, and then its memory may hold anything.
@@ -191,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
                     const int which = j / kColumns, q = first + j % kColumns;
                     const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;
                     const bool inside = columns.contains(q);
-                    cp_async_4(stage_base(i) + kTileBytes + 4 * j, x.at(block.batch, head, place.first_query) + (inside ? q * x.row : 0), inside ? 4 : 0);
+                    cp_async_4(stage_base(i) + kTileBytes + 4 * j, row_vector(x, block.batch, head, place.first_query) + (inside ? q * x.row : 0), inside ? 4 : 0);
                 }
             }
             ahead.next();

@@ -50,11 +50,6 @@ using Out = OfSide<kSide>::Operand;
 using OutElement = Element<Out::kCode>;
 using Terms = TermLayout<Logit, kColumns>;
 
-struct HopperGradientArgs {
-    TensorMap teacher_q, teacher_k, student_q, student_k;
-    GradientArgs base;
-};
-
 constexpr bool kNarrow = OutElement::kNarrowExponent;  // gradients of logits are scaled by powers of two
 constexpr int kGroups = kWarps / 4;
 constexpr int kTiles = kColumns / 8;
@@ -71,7 +66,6 @@ constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^
 
 static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
 static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of the next one, or the one after that");
-static_assert(sizeof(HopperGradientArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and HopperGradientArgs differ");
 static_assert(1024 + kRowBytes + kRing * (kTileBytes + kTermBytes) + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 // Shared memory, as addresses.
@@ -144,8 +138,8 @@ __device__ inline void load_both(u32 shared, const TensorMap& teacher, const Ten
 struct RowVectors {
     const float *lse_t, *lse_s, *weight, *value;
     __device__ RowVectors(const GradientArgs& args, int b, int h, int first)
-        : lse_t(args.teacher_lse.at(b, h, first)), lse_s(args.student_lse.at(b, h, first)), weight(args.grad.at(b, h, first)),
-          value(Logit::kNeedsValue ? args.value.at(b, h, first) : nullptr) {}
+        : lse_t(row_vector(args.teacher_lse, b, h, first)), lse_s(row_vector(args.student_lse, b, h, first)), weight(row_vector(args.grad, b, h, first)),
+          value(Logit::kNeedsValue ? row_vector(args.value, b, h, first) : nullptr) {}
     // As they stand in memory, which holds anything for a row that sees no key: its pairs are hidden later.
     __device__ RowTerms at(const GradientArgs& args, int q) const {
         return {lse_t[q * args.teacher_lse.row], lse_s[q * args.student_lse.row], weight[q * args.grad.row],

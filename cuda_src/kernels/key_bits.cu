@@ -1,18 +1,10 @@
 // Packs a mask of keys, a byte each, to the bits that masks/ reads: 32 keys to a word, whole words per batch entry, the bits
 // beyond the last key 0. A warp makes a word.
-#include "common/types.cuh"
-
-struct KeyBitsArgs {
-    u64 keys, words;   // addresses
-    i64 batch, column;  // strides of the bytes
-    int entries, count;  // batch entries, keys of each
-};
-
-static_assert(sizeof(KeyBitsArgs) == SKL_ARGS_BYTES, "launch: the packed arguments and KeyBitsArgs differ");
+#include "common/sizes.cuh"
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS) streamkl_key_bits(const __grid_constant__ KeyBitsArgs args) {
     const i64 index = static_cast<i64>(blockIdx.x) * SKL_THREADS + threadIdx.x, word = index / 32;
-    const int words = ceil_div(args.count, 32), key = static_cast<int>(word % words) * 32 + static_cast<int>(index % 32);
+    const int words = key_words(args.count), key = static_cast<int>(word % words) * 32 + static_cast<int>(index % 32);
     const i64 entry = word / words;
     const bool there =
         entry < args.entries && key < args.count &&

@@ -1,6 +1,7 @@
 // Key j of batch entry b is there where its bit is set. Words: the address of the bits, 32 keys to a word, whole words per
 // entry; kernels/key_bits.cu packs them.
 #pragma once
+#include "common/sizes.cuh"
 #include "masks/interface.cuh"
 
 struct KeyBits : Part {
@@ -10,7 +11,7 @@ struct KeyBits : Part {
     const u32* bits;
     int keys;
     __device__ KeyBits(Words& words, const Extents& n, const Place&, int batch, int)
-        : bits(words.pointer<u32>() + static_cast<i64>(batch) * ceil_div(n.keys, 32)), keys(n.keys) {}
+        : bits(words.pointer<u32>() + static_cast<i64>(batch) * key_words(n.keys)), keys(n.keys) {}
 
     // Of the word that holds key k, the bits of the keys of [k, k1) in it.
     __device__ static u32 inside(int k, int k1) {

@@ -2,11 +2,6 @@
 #pragma once
 #include "common/types.cuh"
 
-// The bytes of a CUtensorMap, as the driver encodes it. Lives in kernel parameters (__grid_constant__).
-struct alignas(64) TensorMap {
-    u64 words[16];
-};
-
 __device__ inline void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -6,6 +6,8 @@
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
 
+static_assert(sizeof(RowState) == 4 * SplitStates::kStates, "plan: the state of a row");
+
 // Rows of which a lane holds elements: number i is row 16 * (i / 2) + 8 * (i % 2) below the lane's first.
 constexpr int kLaneRows = 2 * kWarpTiles;
 
@@ -57,9 +59,9 @@ template <class Offsets = NoOffsets>
 __device__ inline void write_rows(const ForwardArgs& args, const Block& block, const Place& place, RowState (&state)[kLaneRows], int row,
                                   const Offsets& offsets = {}) {
     const Extents& n = args.n;
-    float* const value = args.value.at(block.batch, block.head, place.first_query);
-    float* const lse_t = args.teacher_lse.at(block.batch, block.head, place.first_query);
-    float* const lse_s = args.student_lse.at(block.batch, block.head, place.first_query);
+    float* const value = row_vector(args.value, block.batch, block.head, place.first_query);
+    float* const lse_t = row_vector(args.teacher_lse, block.batch, block.head, place.first_query);
+    float* const lse_s = row_vector(args.student_lse, block.batch, block.head, place.first_query);
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
         RowState& x = state[i];

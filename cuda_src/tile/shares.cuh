@@ -24,6 +24,7 @@ __device__ inline bool settle_shares(Portion& portion, const GradientArgs& args)
 // then, and nobody else.
 template <int TILES>
 __device__ inline bool add_shares(float (&out)[TILES][4], const Portion& portion, int pair, const GradientArgs& args) {
+    static_assert(SharedLists::kSums == 4 * TILES * kThreads && SharedLists::kArrivals == kWarps, "plan: what a place holds");
     const i64 first = static_cast<i64>(pair) * args.share_slots + portion.slot;
     float4* const sums = reinterpret_cast<float4*>(args.share_sums) + first * (TILES * kThreads) + threadIdx.x;
     float4* const mine = sums + static_cast<i64>(portion.share) * (TILES * kThreads);

@@ -20,10 +20,10 @@ template <class Logit>
 __device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
     const bool inside = (q < mask.place.queries) & !mask.keys_of(q, q + 1).empty();
     const int first = mask.place.first_query, row = inside ? q : 0;
-    const float lse_t = args.teacher_lse.at(b, h, first)[row * args.teacher_lse.row];
-    const float lse_s = args.student_lse.at(b, h, first)[row * args.student_lse.row];
-    const float weight = args.grad.at(b, h, first)[row * args.grad.row];
-    const float value = Logit::kNeedsValue ? args.value.at(b, h, first)[row * args.value.row] : 0.f;
+    const float lse_t = row_vector(args.teacher_lse, b, h, first)[row * args.teacher_lse.row];
+    const float lse_s = row_vector(args.student_lse, b, h, first)[row * args.student_lse.row];
+    const float weight = row_vector(args.grad, b, h, first)[row * args.grad.row];
+    const float value = Logit::kNeedsValue ? row_vector(args.value, b, h, first)[row * args.value.row] : 0.f;
     const bool seen = inside & !(Mask::kSparse && lse_t == -infinity());
     return {seen ? kLog2e * lse_t : 0.f, seen ? kLog2e * lse_s : 0.f, seen ? weight : 0.f, seen ? kLog2e * value : 0.f};
 }

@@ -23,8 +23,9 @@ struct Visit {
     u32 own_parity, other_parity;  // of the barriers that say that both sides' rows have come
 };
 
-constexpr int kVisits = 2;  // one under way, and the next
+constexpr int kVisits = SKL_VISITS;  // one under way, and the next
 constexpr int kVisitBarriers = 2 * kVisits;
+static_assert(sizeof(Visit) == SKL_VISIT_BYTES, "plan: a visit in shared memory");
 
 // Where visits are read or written, one after the other.
 struct VisitRing {

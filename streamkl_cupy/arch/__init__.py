@@ -7,19 +7,14 @@ from dataclasses import dataclass
 
 from ..masks import parts_of
 from ..problem import Operand, Problem, Side
+from ..rules.divergences import DIVERGENCES
+from ..structs import Regions, Struct, split_states
 
 ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PLANES = {"highest": 3, "high": 2}
 
 SIDES = ("teacher", "student")
-
-# Bytes of the argument structs in cuda_src/common/args.cuh; launch.py packs them, the kernels assert them.
-MASK_WORDS = 12
-_EXTENTS = 10 * 4 + MASK_WORDS * 8
-ARGS_BYTES = {"forward": 4 * 40 + 3 * 32 + _EXTENTS + 16, "gradient": 4 * 40 + 4 * 32 + 40 + _EXTENTS + 32}
-ARGS_BYTES["fused"] = ARGS_BYTES["gradient"] + 40 + 8
-ARGS_BYTES["key_bits"] = 4 * 8 + 2 * 4
 
 
 @dataclass(frozen=True)
@@ -170,17 +165,19 @@ class Family(ABC):
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
         """What is compiled in beyond what every family needs."""
 
-    def args_bytes(self, kind: str) -> int:
-        """Size of the kernel's argument struct."""
-        return ARGS_BYTES[kind]
+    @abstractmethod
+    def args(self, kind: str) -> Struct:
+        """The kernel's arguments."""
+
+    def regions(self, work: Work, tile: TileRow) -> tuple[Regions, ...]:
+        """What lies in workspaces that the kernel reads or writes."""
+        if work.kind == "forward":
+            return (split_states(DIVERGENCES[work.problem.divergence].state_floats),)
+        return ()
 
     def boxes(self, work: Work, tile: TileRow) -> tuple[tuple[str, int], ...]:
         """Inputs that are read through tensor maps, in the order of the arguments, with the rows of a box."""
         return ()
-
-    def workspace_bytes(self, work: Work) -> int:
-        """Global memory that a fused kernel works in."""
-        return 0
 
     def helpers(self, work: Work) -> tuple[int, int]:
         """Blocks per query head, and threads of each, of the kernels that run before and after a fused one."""

@@ -14,6 +14,7 @@ warp_tiles * D / 2. The limit is 255 per thread and 65,536 per multiprocessor.
 from __future__ import annotations
 
 from ..problem import INPUT_NAMES
+from ..structs import FORWARD, GRADIENT, Struct
 from . import ELEMENT_BYTES, DeviceFacts, Family, TileRow, Work, vector_loads
 
 _FORWARD = (
@@ -92,6 +93,9 @@ class _Portable(Family):
 
     def entry(self, kind: str) -> tuple[str, str]:
         return f"kernels/{kind}_sm80.cu", f"streamkl_{kind}"
+
+    def args(self, kind: str) -> Struct:
+        return FORWARD if kind == "forward" else GRADIENT
 
     def table(self, work: Work) -> tuple[TileRow, ...]:
         return _TILES[work.kind, work.float32]

@@ -20,8 +20,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..problem import INPUT_NAMES, Operand
-from ..tensor_maps import MAP_BYTES
-from . import ARGS_BYTES, ELEMENT_BYTES, DeviceFacts, Family, TileRow, Work, sm90_fused, vector_loads
+from ..structs import (
+    HOPPER_FORWARD,
+    HOPPER_FUSED,
+    HOPPER_GRADIENT,
+    Regions,
+    Struct,
+    fused_workspace,
+    shared_lists,
+)
+from . import ELEMENT_BYTES, DeviceFacts, Family, TileRow, Work, sm90_fused, vector_loads
 from .sm90_fused import FusedRow
 
 COLUMNS = 64
@@ -193,9 +201,16 @@ class _Hopper(Family):
             "SKL_PRODUCER_REGISTERS": producer,
         }
 
-    def args_bytes(self, kind: str) -> int:
-        # The maps stand first and the struct is aligned like them.
-        return -(-(4 * MAP_BYTES + ARGS_BYTES[kind]) // 64) * 64
+    def args(self, kind: str) -> Struct:
+        return {"forward": HOPPER_FORWARD, "gradient": HOPPER_GRADIENT, "fused": HOPPER_FUSED}[kind]
+
+    def regions(self, work: Work, tile: TileRow) -> tuple[Regions, ...]:
+        if work.kind == "forward":
+            return super().regions(work, tile)
+        shares = shared_lists(tile.warps, tile.rows, work.out_dim)
+        if work.kind == "gradient":
+            return (shares,)
+        return fused_workspace(COLUMNS, work.out_dim, work.row_vectors), shares
 
     def boxes(self, work: Work, tile: TileRow) -> tuple[tuple[str, int], ...]:
         return tuple(
@@ -207,9 +222,6 @@ class _Hopper(Family):
 
     def stays(self, work: Work) -> bool:
         return work.kind == "fused"
-
-    def workspace_bytes(self, work: Work) -> int:
-        return sm90_fused.workspace_bytes(work)
 
     def helpers(self, work: Work) -> tuple[int, int]:
         return sm90_fused.query_tiles(work), sm90_fused.HELPER_THREADS

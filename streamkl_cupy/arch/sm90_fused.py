@@ -9,8 +9,6 @@ Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), `keys` of a bloc
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
 the keys themselves; masks with holes, intervals beside four row vectors, and an other side beyond 128 leave no room for
 these. Beyond D_own = 128 gradients do not fit, nor do 256 keys beyond D_own = 64.
-
-Workspace, bytes, per query head: 4 * D_own + 4 * row_vectors for each query, and 4 for each 64 of them; 4 for all.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..masks import parts_of
+from ..structs import row_tiles
 from . import TileRow, Work
 
 COLUMNS = 64
@@ -26,7 +25,7 @@ MAX_OUT = 128
 # Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer.
 THREADS = 256 + 128 + 128
 HELPER_THREADS = 128
-VISITS, VISIT_BYTES = 2, 100  # tile/visits.cuh
+VISITS, VISIT_BYTES = 2, 100  # what the producer and the others have in common; tile/visits.cuh asserts both
 # Of 16 columns of a consumer's own keys, in registers. 8 heads x 8192, TFLOP/s on an H100 with 0, 1 and 2 of them:
 # D = 64 416, 421, 423, causal 393, 397, 406; D = 128 565, 563, 570, causal 507, 521, 534.
 HELD_STEPS = 2
@@ -143,6 +142,8 @@ def constants(work: Work, tile: FusedRow) -> dict[str, int]:
         "SKL_OTHER_STAGES": tile.other_stages,
         "SKL_HANDOVERS": tile.handovers,
         "SKL_STAGINGS": tile.stagings,
+        "SKL_VISITS": VISITS,
+        "SKL_VISIT_BYTES": VISIT_BYTES,
         "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
         "SKL_READ_AGAIN": int(read_again),
         "SKL_EARLY_WAITS": int(tile.early),
@@ -153,21 +154,9 @@ def constants(work: Work, tile: FusedRow) -> dict[str, int]:
     }
 
 
-def workspace_bytes(work: Work) -> int:
-    """Sums of the queries' gradient in float32, and the row vectors as the kernel streams them."""
-    entries = work.problem.batch * work.problem.heads * query_tiles(work)
-    return 4 * (entries * (COLUMNS * (work.side.dim + work.row_vectors) + 1) + 1)
-
-
 def query_tiles(work: Work) -> int:
-    """Tiles of queries, which are also the blocks per head of the kernels before and after.
-
-    With packed sequences as many as any lengths need.
-    """
-    problem = work.problem
-    if problem.sequences:
-        return problem.queries // COLUMNS + problem.sequences + 1
-    return -(-problem.queries // COLUMNS)
+    """Tiles of queries, which are also the blocks per head of the kernels before and after."""
+    return row_tiles(work.problem.queries, COLUMNS, work.problem.sequences)
 
 
 def _registers(work: Work, tile: FusedRow) -> tuple[int, int, int]:

@@ -1,0 +1,354 @@
+"""What the host and the kernels both know the layout of: arguments and workspaces, described once.
+
+A kernel takes one struct by value. Its description here writes the struct's CUDA text, which stands at the head of the
+kernel's own, and packs values by the names of fields, so nothing else knows where a field lies. Regions of a workspace
+are described alike: sizes for the plan, constants and pointers for the kernel.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .problem import INPUT_NAMES
+
+# C spelling and code of `struct`. `u64` is what a call fills in: addresses, and the words of tensor maps.
+_TYPES = {
+    "int": ("int", "i"),
+    "u32": ("unsigned int", "I"),
+    "float": ("float", "f"),
+    "i64": ("long long", "q"),
+    "u64": ("unsigned long long", "Q"),
+}
+_SIZES = {name: struct.calcsize(code) for name, (_, code) in _TYPES.items()}
+
+Value = float | Sequence[float]
+
+
+class Field(NamedTuple):
+    """A member: a number, an array of `length` of them, or another struct."""
+
+    name: str
+    type: str | Struct
+    about: str = ""
+    length: int = 0
+
+
+class Leaf(NamedTuple):
+    """Numbers of one type that lie in a struct."""
+
+    offset: int
+    type: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Struct:
+    """A struct of C. Members of members are named by as much of the end of their path as only one has."""
+
+    name: str
+    fields: tuple[Field, ...]
+    about: str = ""
+    align: int = 0
+    """More than the members ask for."""
+
+    @cached_property
+    def alignment(self) -> int:
+        return max(self.align, *(_alignment(field) for field in self.fields))
+
+    @cached_property
+    def size(self) -> int:
+        end = 0
+        for field in self.fields:
+            end = _round_up(end, _alignment(field)) + _size(field)
+        return _round_up(end, self.alignment)
+
+    @cached_property
+    def leaves(self) -> dict[str, Leaf]:
+        """Every number by its whole path."""
+        found: dict[str, Leaf] = {}
+        at = 0
+        for name, kind, _, length in self.fields:
+            at = _round_up(at, kind.alignment if isinstance(kind, Struct) else _SIZES[kind])
+            if isinstance(kind, Struct):
+                found |= {f"{name}.{path}": x._replace(offset=at + x.offset) for path, x in kind.leaves.items()}
+                at += kind.size
+            else:
+                found[name] = Leaf(at, kind, length)
+                at += _SIZES[kind] * max(length, 1)
+        return found
+
+    @cached_property
+    def _paths(self) -> dict[str, str]:
+        """From the ends of paths that belong to one only."""
+        found: dict[str, list[str]] = {}
+        for path in self.leaves:
+            parts = path.split(".")
+            for start in range(len(parts)):
+                found.setdefault(".".join(parts[start:]), []).append(path)
+        return {end: paths[0] for end, paths in found.items() if len(paths) == 1}
+
+    @cached_property
+    def words(self) -> dict[str, int]:
+        """Which 8-byte word of the struct a field is, of those that begin with one."""
+        offsets = {name: self.leaves[path].offset for name, path in self._paths.items()}
+        return {name: offset // 8 for name, offset in offsets.items() if offset % 8 == 0}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._paths
+
+    @cached_property
+    def packer(self) -> struct.Struct:
+        """Packs all numbers in their order."""
+        code, at = "=", 0
+        for offset, kind, length in self.leaves.values():
+            code += f"{offset - at}x{max(length, 1)}{_TYPES[kind][1]}"
+            at = offset + _SIZES[kind] * max(length, 1)
+        return struct.Struct(f"{code}{self.size - at}x")
+
+    def pack(self, values: Mapping[str, Value]) -> bytes:
+        """The struct with these values, and zero for what a call fills in.
+
+        Raises:
+            KeyError: a name is not of a field, or a field has no value.
+        """
+        given = {self._paths[name]: value for name, value in values.items()}
+        numbers: list[float] = []
+        for path, (_, kind, length) in self.leaves.items():
+            if path not in given and kind != "u64":
+                raise KeyError(f"{self.name}: {path!r} has no value")
+            value = given.get(path, [0] * length if length else 0)
+            numbers += value if isinstance(value, Sequence) else (value,)
+        return self.packer.pack(*numbers)
+
+    @cached_property
+    def text(self) -> str:
+        """The CUDA text of this struct and of those that it is made of."""
+        return "\n".join(_declaration(x) for x in _parts(self))
+
+
+def _size(field: Field) -> int:
+    return field.type.size if isinstance(field.type, Struct) else _SIZES[field.type] * max(field.length, 1)
+
+
+def _alignment(field: Field) -> int:
+    return field.type.alignment if isinstance(field.type, Struct) else _SIZES[field.type]
+
+
+def _round_up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def _parts(whole: Struct) -> list[Struct]:
+    """A struct after all that it is made of, each once."""
+    found: dict[str, Struct] = {}
+    for field in whole.fields:
+        if isinstance(field.type, Struct):
+            found |= {part.name: part for part in _parts(field.type)}
+    return [*found.values(), whole]
+
+
+def _declaration(x: Struct) -> str:
+    align = f"alignas({x.align}) " if x.align else ""
+    lines = [f"struct {align}{x.name} {{" + _remark(x.about)]
+    for name, kind, about, length in x.fields:
+        type_name = kind.name if isinstance(kind, Struct) else _TYPES[kind][0]
+        lines.append(f"    {type_name} {name}{f'[{length}]' if length else ''};" + _remark(about))
+    lines.append("};")
+    # The members' places follow from C's rules; that these are the compiler's as well is cheap to ask.
+    lines.append(f'static_assert(sizeof({x.name}) == {x.size}, "what the host packs as {x.name} has {x.size} bytes");')
+    return "\n".join(lines)
+
+
+def _remark(about: str) -> str:
+    return about and f"  // {about}"
+
+
+class Region(NamedTuple):
+    """A part of a workspace: `numbers` of one type for each entry, or, with `once`, for all of them together."""
+
+    name: str
+    type: str
+    numbers: int
+    about: str = ""
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class Regions:
+    """What lies in a workspace, one after the other."""
+
+    name: str
+    regions: tuple[Region, ...]
+    pitch: int = 0
+    """Regions take multiples of so many bytes, and a call passes the address of each; 0: they follow close upon one
+    another, and the kernel finds them from the first."""
+
+    def sizes(self, entries: int) -> dict[str, int]:
+        """Bytes of each region."""
+        return {
+            x.name: _round_up(_SIZES[x.type] * x.numbers * (1 if x.once else entries), self.pitch or 1)
+            for x in self.regions
+        }
+
+    def bytes(self, entries: int) -> int:
+        """Bytes of all."""
+        return sum(self.sizes(entries).values())
+
+    @cached_property
+    def text(self) -> str:
+        """The CUDA text: numbers of an entry as constants; where the kernel finds the regions, a pointer to each."""
+        # Of an enum, since constants that are members of structs take memory in the image.
+        constants = (f"        {_constant(x)} = {x.numbers},{_remark(x.about)}" for x in self.regions)
+        lines = [f"struct {self.name} {{", "    enum : int {", *constants, "    };"]
+        if not self.pitch:
+            lines += [f"    {_TYPES[x.type][0]}* {x.name};" for x in self.regions]
+            lines.append("    __device__ void locate(unsigned long long address, long long entries) {")
+            start = "address"
+            for x in self.regions:
+                lines.append(f"        {x.name} = reinterpret_cast<{_TYPES[x.type][0]}*>({start});")
+                start = f"{x.name} + {'' if x.once else 'entries * '}{_constant(x)}"
+            lines.append("    }")
+        return "\n".join([*lines, "};"])
+
+
+def _constant(x: Region) -> str:
+    return "k" + x.name.title().replace("_", "")
+
+
+# Arguments. Strides are counted in elements, scales of logits are times log2(e): kernels work in base 2.
+
+MASK_WORDS = 12
+
+TENSOR_MAP = Struct("TensorMap", (Field("words", "u64", length=16),), "as the driver encodes it", align=64)
+TENSOR4 = Struct(
+    "Tensor4",
+    (Field("pointer", "u64"), *(Field(name, "i64") for name in ("batch", "head", "row", "column"))),
+    "(B, H, rows, D) through strides, whatever the caller's layout",
+)
+TENSOR3 = Struct(
+    "Tensor3",
+    (Field("pointer", "u64"), *(Field(name, "i64") for name in ("batch", "head", "row"))),
+    "(B, H, M), a float for each query row, through strides",
+)
+EXTENTS = Struct(
+    "Extents",
+    (
+        Field("batch", "int"),
+        Field("heads", "int"),
+        Field("queries", "int"),
+        Field("keys", "int"),
+        Field("teacher_group", "int", "query heads that read one key head"),
+        Field("student_group", "int"),
+        Field("tiles", "int", "row tiles of this launch per head"),
+        Field("head_group", "int", "heads that run side by side"),
+        Field("splits", "int", "blocks that share the keys of one row tile"),
+        Field("sequences", "int", "that lie one after the other in rows and keys; 0: all is one"),
+        Field("mask", "i64", "of each part its integers, then its addresses, in the registry's order", MASK_WORDS),
+    ),
+)
+INPUTS = Struct("Inputs", tuple(Field(name, TENSOR4) for name in INPUT_NAMES))
+
+OUT_ROWS = ("value", "teacher_lse", "student_lse")
+"""What a forward writes, nats."""
+FORWARD = Struct(
+    "ForwardArgs",
+    (
+        Field("in", INPUTS),
+        *(Field(name, TENSOR3) for name in OUT_ROWS),
+        Field("n", EXTENTS),
+        Field("teacher_scale", "float"),
+        Field("student_scale", "float"),
+        Field("workspace", "u64", "row states where keys are split: [field][split][B H][M]"),
+    ),
+)
+
+SAVED_ROWS = ("grad", "teacher_lse", "student_lse", "value")
+"""What a backward reads of each row: the upstream gradient and what the forward saved, nats. One after the other."""
+GRADIENT = Struct(
+    "GradientArgs",
+    (
+        Field("in", INPUTS),
+        *(Field(name, TENSOR3) for name in SAVED_ROWS),
+        Field("out", TENSOR4, "gradient of one input"),
+        Field("n", EXTENTS),
+        Field("teacher_scale", "float"),
+        Field("student_scale", "float"),
+        Field("out_scale", "float", "the plain scale of the side that is differentiated"),
+        Field("share_slots", "int", "places for sums of shares per batch entry and head"),
+        Field("share_arrivals", "u64", "what lies there tile/shares.cuh says; 0: no memory for it"),
+        Field("share_sums", "u64"),
+    ),
+)
+FUSED = Struct(
+    "FusedArgs",
+    (Field("base", GRADIENT, "its `out` is the keys'"), Field("out_q", TENSOR4), Field("workspace", "u64")),
+    "both gradients of one side",
+)
+KEY_BITS = Struct(
+    "KeyBitsArgs",
+    (
+        Field("keys", "u64", "a byte each"),
+        Field("words", "u64", "32 keys to a word, whole words per batch entry"),
+        Field("batch", "i64", "strides of the bytes"),
+        Field("column", "i64"),
+        Field("entries", "int", "of the batch"),
+        Field("count", "int", "keys of each"),
+    ),
+)
+
+
+def _with_maps(name: str, base: str, args: Struct) -> Struct:
+    return Struct(name, (*(Field(x, TENSOR_MAP) for x in INPUT_NAMES), Field(base, args)))
+
+
+HOPPER_FORWARD = _with_maps("HopperForwardArgs", "base", FORWARD)
+HOPPER_GRADIENT = _with_maps("HopperGradientArgs", "base", GRADIENT)
+HOPPER_FUSED = _with_maps("HopperFusedArgs", "fused", FUSED)
+
+
+# Workspaces.
+
+
+def split_states(state_floats: int) -> Regions:
+    """States of rows whose keys several blocks share; an entry is a row in one of these."""
+    return Regions("SplitStates", (Region("states", "float", state_floats),))
+
+
+def shared_lists(warps: int, rows: int, out_dim: int) -> Regions:
+    """What blocks that share lists leave for one another; an entry is a place (`portions.py`)."""
+    return Regions(
+        "SharedLists",
+        (
+            Region("arrivals", "int", warps, "zero before a launch"),
+            Region("sums", "float", rows * _round_up(out_dim, 16)),
+        ),
+        pitch=128,
+    )
+
+
+def fused_workspace(columns: int, dim: int, row_vectors: int) -> Regions:
+    """What the one-pass backward works in; an entry is a tile of `columns` queries of one head."""
+    return Regions(
+        "FusedWorkspace",
+        (
+            Region("sums", "float", columns * dim, "of the queries' gradient, as the accumulators hold them"),
+            Region("terms", "float", columns * row_vectors, "of the queries, as tile/terms.cuh lays them out"),
+            Region("exponents", "int", 1, "the largest of g * bound; of narrow types only"),
+            Region("taken", "u32", 1, "portions that blocks have taken beyond their first", once=True),
+        ),
+    )
+
+
+def key_words(keys: int) -> int:
+    """Words of a batch entry's mask of keys."""
+    return -(-keys // 32)
+
+
+def row_tiles(rows: int, tile: int, sequences: int) -> int:
+    """Tiles of `tile` rows; of packed sequences as many as any lengths need: each has at most one that is not full, and
+    what follows the last one is like one more."""
+    return rows // tile + sequences + 1 if sequences else -(-rows // tile)

@@ -1,0 +1,410 @@
+"""What is packed for kernels, read back as a kernel would: through the text of its structs, compiled for the host.
+
+Everything of a call differs from everything else in it, so that two things that change places are noticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamkl_cupy import launch, patterns, tensor_maps
+from streamkl_cupy.compile import Loaded
+from streamkl_cupy.planning import Plan, facts_for_arch, make_plan
+from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
+from streamkl_cupy.source import flatten
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+LOG2E = 1.4426950408889634
+ROWS = ("grad", "teacher_lse", "student_lse", "kl")
+
+SHIM = "#include <cstddef>\n#include <algorithm>\n#define __device__\nusing std::max;\nusing std::min;\n"
+
+
+def compiled(folder: Path, text: str) -> ctypes.CDLL:
+    assert COMPILER
+    source = folder / f"text{len(list(folder.iterdir()))}.cpp"
+    source.write_text(SHIM + text)
+    subprocess.run(
+        [COMPILER, "-std=c++17", "-w", "-shared", "-fPIC", source, "-o", source.with_suffix(".so")], check=True
+    )
+    return ctypes.CDLL(str(source.with_suffix(".so")))
+
+
+def prologue(text: str) -> str:
+    """The structs that stand in a kernel's text."""
+    found = re.search(r'#line 1 "structs.py"\n(.*?)\n#line', text, re.DOTALL)
+    assert found
+    return found[1]
+
+
+def paths(name: str) -> dict[str, str]:
+    """Members of an argument struct, with the codes of their types; those of its base as a kernel says them."""
+    if name == "KeyBitsArgs":
+        return {"keys": "Q", "words": "Q", "batch": "q", "column": "q", "entries": "i", "count": "i"}
+    four, three = ("batch", "head", "row", "column"), ("batch", "head", "row")
+    forward = "Forward" in name
+    tensors = {f"in.{x}": four for x in INPUT_NAMES}
+    tensors |= dict.fromkeys(("value", "teacher_lse", "student_lse"), three)
+    tensors |= {} if forward else {"grad": three, "out": four}
+    found = {f"{x}.pointer": "Q" for x in tensors}
+    found |= {f"{x}.{axis}": "q" for x, axes in tensors.items() for axis in axes}
+    counts = "batch heads queries keys teacher_group student_group tiles head_group splits sequences"
+    found |= {f"n.{x}": "i" for x in counts.split()} | {"n.mask": "12q", "teacher_scale": "f", "student_scale": "f"}
+    shares = {"share_slots": "i", "share_arrivals": "Q", "share_sums": "Q"}
+    found |= {"workspace": "Q"} if forward else {"out_scale": "f", **shares}
+    if "Fused" in name:
+        found = {f"base.{x}": code for x, code in found.items()}
+        found |= {"out_q.pointer": "Q", **{f"out_q.{axis}": "q" for axis in four}, "workspace": "Q"}
+    if name.startswith("Hopper"):
+        found = {f"{'fused' if 'Fused' in name else 'base'}.{x}": code for x, code in found.items()}
+        found |= dict.fromkeys(INPUT_NAMES, "16Q")
+    return found
+
+
+def read(folder: Path, text: str, name: str, address: int) -> dict[str, Any]:
+    """Every member of the struct `name` at an address, by the end of its path that it has without the bases'."""
+    members = paths(name)
+    offsets = "".join(f", offsetof({name}, {member})" for member in members)
+    made = compiled(folder, f'{prologue(text)}\nextern "C" const long long found[] = {{sizeof({name}){offsets}}};')
+    size, *at = (ctypes.c_longlong * (len(members) + 1)).in_dll(made, "found")
+    assert sum(struct.calcsize(code) for code in members.values()) <= size
+    found = {}
+    for (member, code), offset in zip(members.items(), at):
+        values = struct.unpack(f"={code}", ctypes.string_at(address + offset, struct.calcsize(code)))
+        found[re.sub(r"^((base|fused|in)\.)+", "", member)] = values[0] if len(values) == 1 else values
+    return found
+
+
+class Book(list[tuple[str, dict[str, Any]]]):
+    """A driver that notes launches: symbol and arguments. Of sets to zero, where and how many bytes."""
+
+    class CUDARuntimeError(Exception):
+        pass
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, arch: str) -> None:
+        self.folder, self.loaded = folder, [("", "")]
+        self.cleared: list[tuple[int, int]] = []
+        cuda = SimpleNamespace(driver=self, runtime=self)
+        monkeypatch.setattr(launch, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(launch, "device_facts", lambda index: facts_for_arch(arch))
+        monkeypatch.setattr(launch, "_primary_context", lambda index: 1)
+        monkeypatch.setattr(launch, "load", self.load)
+        monkeypatch.setattr(launch, "encode", lambda pointer, *how: struct.pack("=Q120x", pointer))
+        lists = SimpleNamespace(pointers=(71, 72, 73, 74, 75), used_on=lambda stream: None)
+        monkeypatch.setattr(launch, "_tile_lists", lambda problem, plan: lists if problem.mask.pattern else None)
+
+    def load(self, text: str, symbol: str, arch: str, **how: Any) -> Loaded:
+        self.loaded.append((text, symbol))
+        return Loaded(len(self.loaded) - 1, None)
+
+    def ctxGetCurrent(self) -> int:
+        return 1
+
+    def streamIsCapturing(self, stream: int) -> bool:
+        return False
+
+    def memsetAsync(self, address: int, value: int, size: int, stream: int) -> None:
+        assert (value, stream) == (0, 7)
+        self.cleared.append((address, size))
+
+    def launchKernel(self, handle: int, *args: Any) -> None:
+        stream, parameters, extra = args[-3:]
+        assert (stream, extra) == (7, 0)
+        (address,) = struct.unpack("=Q", ctypes.string_at(parameters, 8))
+        text, symbol = self.loaded[handle]
+        (name,) = re.findall(rf"{symbol}\(const __grid_constant__ (\w+)", text)
+        self.append((symbol, read(self.folder, text, name, address)))
+
+
+class Call:
+    """A call in which no two numbers are the same that could be taken for one another."""
+
+    def __init__(self, rng: np.random.Generator, M: int, N: int, dims: tuple[int, int], mask: MaskSpec) -> None:
+        self.addresses = itertools.count(1 << 20, 4096)
+        groups = {"teacher": 2, "student": 4}
+        batch, heads = 2, 8
+
+        def operand(side: str, which: str, dim: int) -> Operand:
+            count, rows = (heads, M) if which == "q" else (heads // groups[side], N)
+            row = dim + 8 * int(rng.integers(1, 9))
+            head = row * rows + 8 * int(rng.integers(1, 99))
+            steps = (head * count + 8 * int(rng.integers(1, 99)), head, row, 1)
+            return Operand(count, rows, dim, "bfloat16", steps, True)
+
+        sides = [
+            Side(operand(side, "q", dim), operand(side, "k", dim), scale)
+            for side, dim, scale in zip(groups, dims, rng.uniform(0.1, 2, 2))
+        ]
+        self.problem = p = Problem(batch, heads, M, N, *sides, mask, Device("cuda"))
+        self.inputs = {name: SimpleNamespace(ptr=next(self.addresses)) for name in INPUT_NAMES}
+        row = {name: int(rng.integers(1, 9)) for name in ROWS}
+        self.saved = SimpleNamespace(**{
+            name: SimpleNamespace(ptr=next(self.addresses), strides=(heads * (M * step + i), M * step + i, step))
+            for i, (name, step) in enumerate(row.items())
+        })  # fmt: skip
+        self.outputs = SimpleNamespace(**{
+            name: SimpleNamespace(ptr=next(self.addresses), shape=p.input_shape(name), dtype="bfloat16")
+            for name in INPUT_NAMES
+        })  # fmt: skip
+        self.rows = SimpleNamespace(**{name: SimpleNamespace(ptr=next(self.addresses)) for name in ROWS[1:]})
+        self.masks = SimpleNamespace(**{
+            name: SimpleNamespace(ptr=next(self.addresses), shape=(batch, N), strides=(2 * N + 3, 2))
+            for name in ("key_lengths", "key_mask", "cu_seqlens_q", "cu_seqlens_k")
+        })  # fmt: skip
+        self.workspace = next(self.addresses)
+        self.runner = launch.Runner(p)
+
+    def forward(self, workspace: int | None = None) -> None:
+        at = self.workspace if workspace is None else workspace
+        self.runner.forward(tuple(self.inputs.values()), self.rows, 7, at, self.masks)
+
+    def backward(self, *wrt: str, **room: int) -> None:
+        outputs = [getattr(self.outputs, name) if name in wrt else None for name in INPUT_NAMES]
+        self.runner.backward(
+            tuple(self.inputs.values()), self.saved, outputs, 7, self.workspace, self.masks, **room
+        )  # fmt: skip
+
+    def expected(self, kernel: Any, mask: tuple[int, ...]) -> dict[str, Any]:
+        """What all kernels are told; ones without some of it are not asked for that."""
+        p = self.problem
+        found: dict[str, Any] = {
+            "n.batch": 2, "n.heads": 8, "n.queries": p.queries, "n.keys": p.keys, "n.sequences": p.sequences,
+            "n.teacher_group": 2, "n.student_group": 4,
+            "n.tiles": kernel.tiles, "n.head_group": kernel.head_group, "n.splits": kernel.splits,
+            "n.mask": (*mask, *[0] * (12 - len(mask))),
+            "teacher_scale": pytest.approx(p.teacher.scale * LOG2E),
+            "student_scale": pytest.approx(p.student.scale * LOG2E),
+        }  # fmt: skip
+        for name, view in self.inputs.items():
+            found[f"{name}.pointer"] = view.ptr
+            found |= strides(name, p.operand(name).strides)
+        return found
+
+
+def strides(name: str, steps: tuple[int, ...]) -> dict[str, int]:
+    return {f"{name}.{axis}": step for axis, step in zip(("batch", "head", "row", "column"), steps)}
+
+
+def compact(name: str, call: Call, pointer: int) -> dict[str, int]:
+    """A new array of an input's shape."""
+    x = call.problem.operand(name)
+    return {"pointer": pointer, "batch": x.heads * x.rows * x.dim, "head": x.rows * x.dim, "row": x.dim, "column": 1}
+
+
+def under(name: str, members: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{name}.{member}": value for member, value in members.items()}
+
+
+@pytest.fixture(params=["sm_80", "sm_90"])
+def book(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Book:
+    return Book(monkeypatch, tmp_path, request.param)
+
+
+WINDOW = MaskSpec(("window", "lengths", "keys"), (("left", 11), ("right", 13), ("q_offset", -17)))
+
+
+def check(got: dict[str, Any], want: dict[str, Any], book: Book) -> None:
+    maps = {name: (got.pop(name), got[f"{name}.pointer"]) for name in INPUT_NAMES if name in got}
+    for name, (words, pointer) in maps.items():
+        assert words[0] == pointer, f"{name}: the map of another array"
+    assert got == want
+
+
+@needs_compiler
+def test_a_forward_is_packed_by_name(book: Book, rng: np.random.Generator) -> None:
+    # Few rows and many keys, all of which are met: they are split.
+    mask = MaskSpec(WINDOW.parts, (("left", 70_000), ("right", 70_001), ("q_offset", -17)))
+    call = Call(rng, 9, 70_000, (64, 128), mask)
+    plan: Plan = call.runner.plan
+    assert plan.forward.splits > 1
+    call.forward()
+    bits, forward, combine = book
+    row = {"batch": 8 * 9, "head": 9, "row": 1}
+    rows = [("value", call.rows.kl), ("teacher_lse", call.rows.teacher_lse), ("student_lse", call.rows.student_lse)]
+    words = (70_000, 70_001, -17, call.masks.key_lengths.ptr, call.workspace)
+    want = call.expected(plan.forward, words) | {"workspace": call.workspace + plan.mask_bytes}
+    for name, view in rows:
+        want |= under(name, {**row, "pointer": view.ptr})
+    assert [name for name, _ in book] == ["streamkl_key_bits", "streamkl_forward", "streamkl_combine"]
+    check(forward[1], want, book)
+    check(combine[1], want, book)
+    assert bits[1] == {
+        "keys": call.masks.key_mask.ptr, "words": call.workspace, "batch": 140_003, "column": 2,
+        "entries": 2, "count": 70_000,
+    }  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", INPUT_NAMES)
+def test_a_gradient_is_packed_by_name(book: Book, rng: np.random.Generator, name: str) -> None:
+    call = Call(rng, 300, 333, (64, 128), WINDOW)
+    kernel = call.runner.plan.gradient(name)
+    call.backward(name)
+    (bits, (symbol, got)) = book
+    assert (bits[0], symbol) == ("streamkl_key_bits", "streamkl_gradient")
+    side = getattr(call.problem, name[:7])
+    want = call.expected(kernel, (11, 13, -17, call.masks.key_lengths.ptr, call.workspace)) | gradient(call, side)
+    want |= under("out", compact(name, call, getattr(call.outputs, name).ptr))
+    check(got, {**want, "share_slots": 0, "share_arrivals": 0, "share_sums": 0}, book)
+
+
+def gradient(call: Call, side: Side) -> dict[str, Any]:
+    found: dict[str, Any] = {"out_scale": pytest.approx(side.scale)}
+    for field, name in zip(("grad", "teacher_lse", "student_lse", "value"), ROWS):
+        view = getattr(call.saved, name)
+        found |= under(field, {"pointer": view.ptr, **dict(zip(("batch", "head", "row"), view.strides))})
+    return found
+
+
+@needs_compiler
+@pytest.mark.parametrize("side", ["teacher", "student"])
+def test_both_gradients_of_a_side_are_packed_by_name(
+    side: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    book = Book(monkeypatch, tmp_path, "sm_90")
+    call = Call(rng, 300, 333, (64, 128), WINDOW)
+    plan = call.runner.plan
+    fused = dict(zip(("teacher", "student"), plan.fused))[side]
+    call.backward(f"{side}_q", f"{side}_k")
+    assert [name for name, _ in book] == [
+        "streamkl_key_bits", "streamkl_fused_prepare", "streamkl_fused", "streamkl_fused_finish"
+    ]  # fmt: skip
+    want = call.expected(fused.kernels[1], (11, 13, -17, call.masks.key_lengths.ptr, call.workspace))
+    want |= gradient(call, getattr(call.problem, side)) | {"workspace": call.workspace + plan.mask_bytes}
+    for field, which in (("out", "k"), ("out_q", "q")):
+        name = f"{side}_{which}"
+        want |= under(field, compact(name, call, getattr(call.outputs, name).ptr))
+    for _, got in book[1:]:
+        check(got, {**want, "share_slots": 0, "share_arrivals": 0, "share_sums": 0}, book)
+
+
+@needs_compiler
+def test_shared_lists_lie_behind_what_the_kernel_has_besides(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    book = Book(monkeypatch, tmp_path, "sm_90")
+    pattern = patterns.sharded(16, window=512, stride=16, queries=16384, block=128).select([0])
+    call = Call(rng, 16384, 16384, (128, 128), MaskSpec(("blocks",), (), pattern))
+    fused = call.runner.plan.fused[1]
+    kernel = fused.kernels[1]
+    assert kernel.share_bytes > 0
+    sums = call.workspace + fused.workspace_bytes - kernel.share_bytes + kernel.arrivals_bytes
+    call.backward("student_q", "student_k")
+    for _, got in book:
+        assert got["n.mask"][:7] == (71, 72, 73, 74, 75, pattern.heads, 0)
+        shares = (got["share_slots"], got["share_arrivals"], got["share_sums"])
+        assert shares == (kernel.share_slots, sums - kernel.arrivals_bytes, sums)
+    assert book.cleared == [(sums - kernel.arrivals_bytes, kernel.arrivals_bytes)]
+    # With room for the sums of the queries only, no list is shared; with less, each gradient has its own kernel.
+    own = fused.workspace_bytes - kernel.share_bytes
+    book.clear()
+    call.backward("student_q", "student_k", room=own)
+    assert [name for name, _ in book] == ["streamkl_fused_prepare", "streamkl_fused", "streamkl_fused_finish"]
+    assert {(got["share_arrivals"], got["share_sums"]) for _, got in book} == {(0, 0)}
+    book.clear()
+    call.backward("student_q", "student_k", room=own - 1)
+    assert [name for name, _ in book] == ["streamkl_gradient"] * 2
+
+
+@needs_compiler
+def test_workspaces_are_as_large_as_what_kernels_put_there(tmp_path: Path, rng: np.random.Generator) -> None:
+    sizes = compiled(
+        tmp_path,
+        flatten("common/sizes.cuh", {}, {})
+        + 'extern "C" int tiles(int rows, int tile, int sequences) { return row_tiles(rows, tile, sequences); }\n'
+        'extern "C" int words(int keys) { return key_words(keys); }\n',
+    )
+    for trial in range(6):
+        M, N = (int(x) for x in rng.integers(300, 3000, 2))
+        sequences = int(rng.integers(1, 9)) if trial % 2 else 0
+        batch, heads, dim = 1 if sequences else 2, 4, int(rng.choice([64, 96, 128]))
+        q, k = (Operand(heads, n, dim, "bfloat16", (heads * n * dim, n * dim, dim, 1), True) for n in (M, N))
+        parts = ("packed",) if sequences else ("keys",)
+        spec = MaskSpec(parts, (("q_offset_given", 0),) if sequences else ())
+        side = Side(q, k, 1.0)
+        problem = Problem(batch, heads, M, N, side, side, spec, Device("cuda"), sequences=sequences)
+        plan = make_plan(problem, facts_for_arch("sm_90"))
+        if not sequences:
+            assert 0 <= plan.mask_bytes - 4 * batch * sizes.words(N) < 128
+        for fused in plan.fused:
+            made = compiled(tmp_path, prologue(fused.kernels[1].text) + END)
+            made.end.restype = ctypes.c_longlong
+            entries = batch * heads * sizes.tiles(M, 64, sequences)
+            assert fused.kernels[0].blocks == fused.kernels[2].blocks == entries
+            # What the kernel has there, apart from each other: sums of D columns and 64 rows, row vectors, an exponent.
+            each = 64 * dim + 64 * (4 if fused.side == "teacher" else 3) + 1
+            end = made.end(ctypes.c_longlong(entries))
+            assert end == 4 * (entries * each + 1)
+            assert 0 <= fused.workspace_bytes - fused.kernels[1].share_bytes - end < 128
+
+
+END = """
+extern "C" long long end(long long entries) {
+    FusedWorkspace x;
+    x.locate(4096, entries);
+    return reinterpret_cast<long long>(x.taken + 1) - 4096;
+}
+"""
+
+
+def test_split_states_fit_the_workspace(rng: np.random.Generator) -> None:
+    M, heads = int(rng.integers(1, 64)), int(rng.integers(1, 4))
+    q, k = (Operand(heads, n, 64, "float16", (heads * n * 64, n * 64, 64, 1), True) for n in (M, 100_000))
+    side = Side(q, k, 1.0)
+    plan = make_plan(Problem(1, heads, M, 100_000, side, side, MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
+    assert plan.forward.splits > 1
+    (floats,) = re.findall(r"kStates = (\d+)", prologue(plan.forward.text))
+    assert plan.workspace_bytes == 4 * int(floats) * plan.forward.splits * M * heads
+
+
+def test_a_tensor_map_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    asked: list[Any] = []
+
+    def encoder(*args: Any) -> int:
+        asked.extend(args)
+        return 0
+
+    monkeypatch.setattr(tensor_maps, "_encoder", lambda: encoder)
+    heads, rows, dim, batch = 3, 50, 72, 2
+    steps = tuple(int(x) for x in 8 * rng.permutation(np.arange(500, 900))[:3])
+    x = Operand(heads, rows, dim, "bfloat16", (*steps, 1), True)
+    assert len(tensor_maps.encode(1 << 30, x, batch, 48)) == 128
+    _, kind, rank, pointer, extents, strides, box, each, *rest = asked
+    assert (kind.value, rank.value, pointer.value) == (9, 4, 1 << 30)
+    assert list(extents) == [dim, rows, heads, batch]
+    assert list(strides) == [2 * steps[2], 2 * steps[1], 2 * steps[0]]
+    assert list(box) == [64, 48, 1, 1]
+    assert list(each) == [1, 1, 1, 1]
+    assert [x.value for x in rest] == [0, 3, 3, 0]
+    # An axis that is never stepped along may have come with any stride.
+    asked.clear()
+    tensor_maps.encode(1 << 30, Operand(1, 1, dim, "float16", (7, 5, 3, 1), True), 1, 48)
+    assert asked[1].value == 6
+    assert list(asked[5]) == [16, 16, 16]
+
+
+def test_tensor_maps_have_the_boxes_that_the_kernel_loads() -> None:
+    q, k = (Operand(8, n, 128, "bfloat16", (8 * n * 128, n * 128, 128, 1), True) for n in (4096, 8192))
+    side = Side(q, k, 1.0)
+    plan = make_plan(Problem(1, 8, 4096, 8192, side, side, MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
+    for kernel in (plan.forward, *(x for _, x in plan.gradients), *(x.kernels[1] for x in plan.fused)):
+        by_keys = not dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"]
+        stationary, streamed = ("_k", "_q") if by_keys else ("_q", "_k")
+        boxes = dict(kernel.boxes)
+        assert tuple(boxes) == INPUT_NAMES
+        for name in ("teacher", "student"):
+            assert boxes[name + stationary] == kernel.tile.rows
+            assert boxes[name + streamed] == kernel.tile.columns
