@@ -6,6 +6,7 @@ import doctest
 import functools
 import importlib
 import inspect
+import re
 import threading
 import time
 from typing import Any
@@ -690,10 +691,19 @@ def test_host_cost_on_a_gpu(framework: str, limit: float) -> None:
 
 def test_scales_that_float32_cannot_hold(rng: Any) -> None:
     x = rng.standard_normal((3, 4))
-    with pytest.raises(ValueError, match=r"student_scale=1e\+300 is beyond what float32 arithmetic can hold"):
-        streamkl_cupy.attention_kl_forward(*[x.astype(np.float32)] * 4, student_scale=1e300)
-    rows = streamkl_cupy.attention_kl_forward(*[x * 1e-300] * 4, teacher_scale=1e300, student_scale=1e300)
-    np.testing.assert_allclose(rows.kl, 0, atol=1e-12)
+    for side in ("teacher", "student"):
+        for scale in (1e300, -1e300, 2.1e38, -2.1e38):
+            text = rf"{side}_scale={re.escape(str(scale))} is beyond what float32 arithmetic can hold"
+            with pytest.raises(ValueError, match=text):
+                streamkl_cupy.attention_kl_forward(*[x.astype(np.float32)] * 4, **{f"{side}_scale": scale})
+        small = (x * 1e-38).astype(np.float32)
+        for scale in (2e38, -2e38):
+            rows = streamkl_cupy.attention_kl_forward(*[small] * 4, **{f"{side}_scale": scale})
+            assert np.isfinite(rows.kl).all()
+    for scale in (1e300, -1e300):
+        rows = streamkl_cupy.attention_kl_forward(*[x * 1e-300] * 4, teacher_scale=scale, student_scale=scale)
+        np.testing.assert_allclose(rows.kl, 0, atol=1e-12)
+        assert (rows.teacher_lse != 0).all()
 
 
 def test_wrt_holds_names(rng: Any) -> None:

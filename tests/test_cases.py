@@ -76,6 +76,21 @@ def test_entry_that_underflows_on_both_sides(backend: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rises", [(300, 300), (300, -300), (-300, 300), (-300, -300), (0, 300), (300, 0)], ids=str)
+def test_steep_rows(core: Any, rng: Any, dtype: str, rises: tuple[int, int]) -> None:
+    """Logits that go from 0 to 300 nats over several tiles of keys: references have to follow them tile by tile."""
+    case = make("gaussian", M=5, N=1100, D_t=8, D_s=4, dtypes=dtype, seed=int(rng.integers(1e6)))
+    arrays = [x.copy() for x in case.arrays]
+    for i, rise in zip((0, 2), rises, strict=True):
+        arrays[i][..., 0] = 1
+        arrays[i + 1][..., 0] = reference.rounded(np.linspace(0, rise, 1100), dtype)
+    options = {**case.options, "teacher_scale": 1.0, "student_scale": 1.0}
+    core.judge(
+        case._replace(arrays=tuple(arrays), options=options, hard=True, hard_gradients=True), upstream(rng, (1, 1, 5))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", [63, 64, 127, 4096, 8191])
 def test_row_whose_first_visible_key_is_its_only_one(backend: Any, rng: Any, dtype: str, tile: int) -> None:
     """Row 0 sees key 0 alone, and earlier rows nothing, in whatever tile of rows that falls.

@@ -181,6 +181,9 @@ def test_widen_and_narrow_bfloat16(out: str, rng: np.random.Generator) -> None:
     nan = np.isnan(values)
     np.testing.assert_array_equal(again[~nan], bits[~nan])
     assert np.isnan(widen(again, np.empty(5000, np.float32))[nan]).all()
+    # Whatever bits a NaN has, those too that a rounding would carry over into infinity or the sign.
+    odd = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFFC00000, 0x7FBFFFFF], np.uint32).view(np.float32)
+    assert np.isnan(widen(narrow(odd, np.dtype(np.uint16)), np.empty(5, np.float32))).all()
     # Ties go to the even neighbour, and what is beyond the largest number to infinity.
     ties = np.array([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 3.4e38], np.float32)
     expected = np.array([1, 1 + 2.0**-6, -1, np.inf], np.float32)

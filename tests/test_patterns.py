@@ -227,6 +227,23 @@ def test_pairs_unions_intersections_and_shards(made: BlockPattern, data: Any) ->
     assert made.density == pytest.approx(dense.mean() if dense.size else 0)
 
 
+@pytest.mark.parametrize("first, second", [(0, 100), (100, 0), (None, 0), (0, None), (-64, 64)])
+def test_diagonals_of_unions_and_intersections(first: int | None, second: int | None) -> None:
+    """A union may see what either may, an intersection what both may; density counts against that."""
+    size: dict[str, Any] = {"queries": 256, "block": 32}
+    everything = patterns.full(**size)
+    one, other = (everything if x is None else patterns.full(**size, causal=True, q_offset=x) for x in (first, second))
+    together, common = one | other, one & other
+    np.testing.assert_array_equal(together.dense(), one.dense() | other.dense())
+    np.testing.assert_array_equal(common.dense(), one.dense() & other.dense())
+    known = [x for x in (first, second) if x is not None]
+    for made, diagonal in ((together, max(known) if len(known) == 2 else None), (common, min(known))):
+        assert made.diagonal == diagonal
+        assert made.density == 1, "a share of what it may see"
+        rebuilt = patterns.BlockPattern(made.row_offsets, made.key_blocks, *made.grid)
+        assert rebuilt == made
+
+
 @examples(30)
 @given(aligned(), st.integers(0, 100))
 def test_causal_patterns_count_against_the_context(grid: dict[str, Any], window: int) -> None:
@@ -469,12 +486,24 @@ def test_long_lists_come_first_and_are_cut_alike() -> None:
 
 
 def test_tile_lists_are_made_once_by_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thread is held inside until the others have had the time to go in too, if nothing keeps them out."""
     made, calls, real = patterns.local(100, queries=4096), [], pattern.tile_lists
-    monkeypatch.setattr(pattern, "tile_lists", lambda *a: (calls.append(a), real(*a))[1])
+    inside, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        calls.append(args)
+        inside.release()
+        go_on.wait(10)
+        return real(*args)
+
+    monkeypatch.setattr(pattern, "tile_lists", slow)
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(made.tile_lists(128, 64))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(made.tile_lists(128, 64))) for _ in range(4)]
     for thread in threads:
         thread.start()
+    assert inside.acquire(timeout=10)
+    assert not inside.acquire(timeout=0.2), "two threads make the same lists"
+    go_on.set()
     for thread in threads:
         thread.join()
     assert len(calls) == 1
@@ -778,6 +807,22 @@ def test_a_long_context_costs_what_it_lists() -> None:
         assert peak_of(work) < 64
     assert near.visible(corners[:, None], corners).tolist() == [[True, False], [False, True]]
     assert (near | first).visible(corners[:, None], corners).tolist() == [[True, False], [True, True]]
+
+
+@pytest.mark.parametrize("blocks", [2**16, 2**16 + 1, 70_000])
+def test_columns_beyond_sixteen_bits(blocks: int, rng: np.random.Generator) -> None:
+    """What walks by keys finds its rows whatever the number of key blocks."""
+    listed = [np.unique(np.append(rng.integers(blocks, size=300), [0, 1, blocks - 1])) for _ in range(3)]
+    offsets = np.cumsum([0, *map(len, listed)])
+    made = patterns.from_csr(offsets, np.concatenate(listed), queries=48, keys=16 * blocks, block=16)
+    lists = made.tile_lists(16, 16, by_keys=True)
+    found = [set[int]() for _ in range(3)]
+    for column in np.flatnonzero(np.diff(lists.offsets[0])):
+        rows = lists.entries[lists.offsets[0, column] : lists.offsets[0, column + 1], 0].tolist()
+        assert rows == sorted(rows)
+        for row in rows:
+            found[row].add(int(column))
+    assert [sorted(x) for x in found] == [x.tolist() for x in listed]
 
 
 def test_more_blocks_than_fit_are_refused_before_they_are_made() -> None:
