@@ -79,11 +79,11 @@ def test_entry_that_underflows_on_both_sides(backend: Any, dtype: str) -> None:
 @pytest.mark.parametrize("rises", [(300, 300), (300, -300), (-300, 300), (-300, -300), (0, 300), (300, 0)], ids=str)
 def test_steep_rows(core: Any, rng: Any, dtype: str, rises: tuple[int, int]) -> None:
     """Logits that go from 0 to 300 nats over several tiles of keys: references have to follow them tile by tile."""
-    case = make("gaussian", M=5, N=1100, D_t=8, D_s=4, dtypes=dtype, seed=int(rng.integers(1e6)))
+    case = make("gaussian", M=5, N=5000, D_t=8, D_s=4, dtypes=dtype, seed=int(rng.integers(1e6)))
     arrays = [x.copy() for x in case.arrays]
     for i, rise in zip((0, 2), rises, strict=True):
         arrays[i][..., 0] = 1
-        arrays[i + 1][..., 0] = reference.rounded(np.linspace(0, rise, 1100), dtype)
+        arrays[i + 1][..., 0] = reference.rounded(np.linspace(0, rise, 5000), dtype)
     options = {**case.options, "teacher_scale": 1.0, "student_scale": 1.0}
     core.judge(
         case._replace(arrays=tuple(arrays), options=options, hard=True, hard_gradients=True), upstream(rng, (1, 1, 5))
