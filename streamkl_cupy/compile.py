@@ -24,6 +24,9 @@ from .errors import CompilerError, DriverError
 SCHEMA = 1
 # `-v` makes ptxas report registers and spills; `-default-device` is what lets NVRTC 12 accept lambdas in kernels.
 BASE_OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
+# From here on NVRTC has a cache of its own, which gives the image of a text it has seen without what ptxas said of it.
+_CACHING_NVRTC = (12, 9)
+_NO_CACHE = "--no-cache"
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -86,10 +89,11 @@ def build(source: str, arch: str, options: Sequence[str] = ()) -> Build:
                 f"options: got {option!r}; give the architecture as arch, a second one is an error in NVRTC"
             )
     nvrtc = _nvrtc()
+    afresh = (_NO_CACHE,) if nvrtc.getVersion() >= _CACHING_NVRTC else ()
     program = nvrtc.createProgram(source, _UNNAMED, (), ())
     try:
         try:
-            nvrtc.compileProgram(program, (f"-arch={arch}", *BASE_OPTIONS, *options))
+            nvrtc.compileProgram(program, (f"-arch={arch}", *BASE_OPTIONS, *afresh, *options))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program).strip("\0 \n")
             excerpt = _excerpt(source, log)
@@ -130,13 +134,15 @@ def cached_build(
 ) -> Build | None:
     """What `build` gave for a text when it was stored; None where image or log is not in the cache on disk.
 
+    A log that says nothing counts as none: ptxas says something of every kernel.
+
     `listed` is `cache.names()`, for many calls.
     """
     entry = cache.read(_key(source, arch, options), listed)
     if entry is None or entry.path is None:
         return None
     log = cache.read_log(entry.path.name, listed)
-    return None if log is None else _report(entry.data, log)
+    return _report(entry.data, log) if log else None
 
 
 def keep(source: str, arch: str, options: Sequence[str], built: Build) -> Path | None:

@@ -255,22 +255,24 @@ def _value(
     return api.KLForward(value, teacher_lse, student_lse)
 
 
-_attention_kl = jax.jit(_value, static_argnames=("config", "reduction"))
+# Nothing is computed from arrays of no elements, but they say on which device an empty result lies.
+_jitted = functools.partial(jax.jit, keep_unused=True)
+_attention_kl = _jitted(_value, static_argnames=("config", "reduction"))
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@functools.partial(_jitted, static_argnames=("config",))
 def _forward_entry(inputs: tuple[Any, ...], masks: _Masks, *, config: _Config) -> tuple[Any, ...]:
     return _forward(config, inputs, masks)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "wrt"))
+@functools.partial(_jitted, static_argnames=("config", "wrt"))
 def _backward_entry(
     inputs: tuple[Any, ...], masks: _Masks, saved: tuple[Any, ...], *, config: _Config, wrt: tuple[str, ...]
 ) -> dict[str, Any]:
     return _backward(config, wrt, inputs, masks, saved)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "reduction", "wrt"))
+@functools.partial(_jitted, static_argnames=("config", "reduction", "wrt"))
 def _value_and_grad(
     inputs: tuple[Any, ...],
     masks: _Masks,

@@ -9,6 +9,8 @@ import os
 import secrets
 import sys
 import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -153,6 +155,10 @@ class Backend:
 
     def synchronize(self) -> None:
         """Wait for the device."""
+
+    def by_default(self) -> AbstractContextManager[Any]:
+        """While this lasts, arrays whose device nobody names are made on this one, where the framework can be told."""
+        return nullcontext()
 
     def arrays(self, case: Case) -> tuple[Any, ...]:
         """The inputs of a case in its types."""
@@ -319,6 +325,10 @@ class Jax(Backend):
     def synchronize(self) -> None:
         self.xp.block_until_ready(self.jnp.zeros(1))
 
+    def by_default(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.xp.default_device(self.place)
+        return context
+
 
 class JaxCuda(Jax):
     name = "jax-cuda"
@@ -333,10 +343,11 @@ _GPU: tuple[type[Backend], ...] = (CuPy, TorchCuda, JaxCuda)
     params=[*_CPU, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in _GPU)],
     ids=[kind.name for kind in (*_CPU, *_GPU)],
 )
-def backend(request: pytest.FixtureRequest) -> Backend:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """One framework on one device: numpy, torch-cpu, jax-cpu, and on a GPU cupy, torch-cuda, jax-cuda."""
     found: Backend = request.param()
-    return found
+    with found.by_default():
+        yield found
 
 
 @pytest.fixture(

@@ -38,7 +38,8 @@ def to_framework(framework: str, x: Any) -> Any:
     if framework.startswith("torch"):
         x = pytest.importorskip("torch").from_numpy(np.array(x))
         return x.cuda() if framework == "torch on cuda" else x
-    return pytest.importorskip("jax").numpy.asarray(x)
+    jax = pytest.importorskip("jax")
+    return jax.device_put(x, jax.devices("cpu")[0])
 
 
 def to_numpy(x: Any) -> Any:

@@ -229,7 +229,7 @@ def jax() -> Any:
 
 def test_jax_is_read_in_place(jax: Any) -> None:
     for dtype in ("float32", "bfloat16"):
-        x = jax.numpy.asarray(BASE, dtype)
+        x = jax.device_put(jax.numpy.asarray(BASE, dtype), jax.devices("cpu")[0])
         view = describe("q", x)
         assert (view.framework, str(view.device), view.dtype, view.shape) == ("jax", "cpu", dtype, BASE.shape)
         np.testing.assert_array_equal(host(view), np.asarray(x).view(np.uint16 if dtype == "bfloat16" else np.float32))

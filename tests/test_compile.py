@@ -62,6 +62,32 @@ def test_clean_kernel_has_nothing_to_report(arch: str) -> None:
     assert (build.spill_bytes, build.stack_bytes, build.smem_bytes, build.notes) == (0, 0, 0, ())
 
 
+def test_a_text_that_was_compiled_before_is_reported_again() -> None:
+    first, second = (compiler.build(SPILLING, "sm_90a")._replace(log="") for _ in range(2))  # it says how long it took
+    assert second == first
+    assert second.spill_bytes > 0
+
+
+@pytest.mark.parametrize("version, asked", [((12, 8), False), ((12, 9), True), ((13, 0), True)])
+def test_nvrtc_is_asked_not_to_answer_from_its_own_cache(
+    version: tuple[int, int], asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache gives no log, and so no spills; a version without one does not know the option."""
+    import cupy
+
+    given: list[str] = []
+    real = cupy.cuda.nvrtc
+    names = ("NVRTCError", "createProgram", "destroyProgram", "getProgramLog", "getCUBIN")
+    fake = SimpleNamespace(
+        **{name: getattr(real, name) for name in names},
+        getVersion=lambda: version,
+        compileProgram=lambda program, options: given.extend(options) or real.compileProgram(program, options),
+    )
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: fake)
+    assert compiler.build(PLAIN, "sm_80").registers > 0
+    assert ("--no-cache" in given) is asked
+
+
 def test_image_is_a_whole_file() -> None:
     # The section table is the last thing in an ELF file of the compiler; its end must be the end of the image.
     image = compiler.build(PLAIN, "sm_80").image

@@ -293,6 +293,17 @@ def test_remat_and_loops() -> None:
     close(chosen(True), dense_kl(x).sum())
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (1, 2, 0, 8)])
+def test_results_without_elements_lie_where_the_inputs_do(shape: tuple[int, ...]) -> None:
+    device = jax.devices("cpu")[1]
+    q = jax.device_put(np.ones(shape, np.float32), device)
+    rows = streamkl_cupy.attention_kl_forward(q, q, q, q)
+    grads = streamkl_cupy.attention_kl_backward(rows.kl, q, q, q, q, saved=rows)
+    value, more = streamkl_cupy.attention_kl_value_and_grad(q, q, q, q)
+    found = (*rows, grads.student_q, grads.student_k, value, more.student_k, attention_kl(q, q, q, q))
+    assert {x.devices() == {device} for x in found} == {True}
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_shard_map_over_two_devices(check_vma: bool, axis_type: str, launches: list[tuple[str, ...]]) -> None:

@@ -1003,7 +1003,7 @@ def test_jax_lends_a_workspace(monkeypatch: pytest.MonkeyPatch, mapped: bool) ->
     monkeypatch.setattr(runner, "forward", lambda *args: lent.append(args[4]) or forward(*args))
     monkeypatch.setattr(runner, "backward", lambda *args: lent.append(args[5] * (args[7] >= 64)) or backward(*args))
     scale = 0.123 + mapped  # of its own, so that nothing is traced or planned yet
-    x = jax.numpy.ones((2, 3, 5, 8))
+    x = jax.device_put(np.ones((2, 3, 5, 8), np.float32), jax.devices("cpu")[0])
 
     def total(q: Any) -> Any:
         return streamkl_cupy.attention_kl(q, x, q, x, teacher_scale=scale).sum()
