@@ -29,6 +29,7 @@ from .masks import Scene, key_range, parts_of
 from .portions import portions, survey
 from .problem import INPUT_NAMES, Problem, counted
 from .rules.divergences import DIVERGENCES
+from .rules.scores import SCORES
 from .source import flatten
 from .structs import FORWARD, KEY_BITS, Regions, Struct, key_words, row_tiles, shared_lists
 
@@ -364,6 +365,7 @@ def _kernel(work: Work, facts: DeviceFacts) -> KernelPlan:
         constants=tuple(sorted(constants.items())),
         slots=(
             ("divergence", DIVERGENCES[problem.divergence].header),
+            ("score", SCORES["dot"].header),
             ("mask", (*(part.header for part in parts), "masks/all.cuh")),
         ),
         tile=tile,

@@ -55,11 +55,12 @@ def test_kernels_and_tiles_do_not_know_the_part(name: str) -> None:
     assert not guilty, f"{name!r} belongs to its header; found in {guilty}"
 
 
-def test_kernels_and_tiles_reach_masks_and_divergences_only_through_slots_and_interfaces() -> None:
-    allowed = {"masks/interface.cuh", "divergences/interface.cuh"}
+def test_kernels_and_tiles_reach_rules_only_through_slots_and_interfaces() -> None:
+    rules = ("masks/", "divergences/", "scores/")
+    allowed = {f"{folder}interface.cuh" for folder in rules}
     for path in sources("kernels", "tile", "common", "ptx"):
         included = set(re.findall(r'#\s*include\s*"([^"]+)"', code_of(path)))
-        direct = {file for file in included if file.startswith(("masks/", "divergences/"))} - allowed
+        direct = {file for file in included if file.startswith(rules)} - allowed
         assert not direct, f"{name_of(path)} includes {sorted(direct)}; use a slot"
 
 

@@ -2,8 +2,8 @@
 //
 //   struct RowState            partial sums of one row over some of its keys, associative:
 //     start()                  no key seen yet
-//     absorb(rows, t, s, ct, cs)  static: adds keys to several rows, t[r][i] and s[r][i] for i < Row::kCount, logits in
-//                              base 2 after scaling by ct, cs. A pair at kMasked (with scales 1) counts for nothing.
+//     absorb(rows, t, s)       static: adds keys to several rows, t[r] and s[r] as tile/logits.cuh has them: logits t[r][i]
+//                              in base 2 for i < kCount, or t[r].less(i, reference). A pair at kMasked counts for nothing.
 //     merge(other)             joins two states over disjoint keys
 //     shuffle(mask)            the state of the lane `mask` away
 //     store(to, stride), load(from, stride)  the state as floats in memory (their number stands in the registry)

@@ -29,12 +29,12 @@ struct RowState {
     struct Sums {
         float l_t, l_s, a;
 
-        template <class Row>
-        __device__ void take(const RowState& x, const Row& t, const Row& s, float ct, float cs) {
+        template <class T, class S>
+        __device__ void take(const RowState& x, const T& t, const S& s) {
             l_t = l_s = a = 0.f;
 #pragma unroll
-            for (int i = 0; i < Row::kCount; ++i) {
-                const float u = fmaf(t[i], ct, -x.r_t), v = fmaf(s[i], cs, -x.r_s);
+            for (int i = 0; i < T::kCount; ++i) {
+                const float u = t.less(i, x.r_t), v = s.less(i, x.r_s);
                 const float p = exp2_approx(u);
                 l_t += p;
                 l_s += exp2_approx(v);
@@ -53,13 +53,13 @@ struct RowState {
 
     // All rows of a lane in one pass, so that their chains of additions overlap; the references move afterwards, for
     // the rows that need it, and those passes are done again. Ordinary data needs that for its first tile only.
-    template <int COUNT, class Row>
-    __device__ static void absorb(RowState (&rows)[COUNT], const Row (&t)[COUNT], const Row (&s)[COUNT], float ct, float cs) {
+    template <int COUNT, class T, class S>
+    __device__ static void absorb(RowState (&rows)[COUNT], const T (&t)[COUNT], const S (&s)[COUNT]) {
         Sums sums[COUNT];
         bool safe = true;
 #pragma unroll
         for (int r = 0; r < COUNT; ++r) {
-            sums[r].take(rows[r], t[r], s[r], ct, cs);
+            sums[r].take(rows[r], t[r], s[r]);
             safe = safe && sums[r].safe();
         }
         if (!safe) {
@@ -68,12 +68,12 @@ struct RowState {
                 if (sums[r].safe()) continue;
                 float to_t = rows[r].r_t, to_s = rows[r].r_s;
 #pragma unroll
-                for (int i = 0; i < Row::kCount; ++i) {
-                    to_t = fmaxf(to_t, t[r][i] * ct);
-                    to_s = fmaxf(to_s, s[r][i] * cs);
+                for (int i = 0; i < T::kCount; ++i) {
+                    to_t = fmaxf(to_t, t[r][i]);
+                    to_s = fmaxf(to_s, s[r][i]);
                 }
                 rows[r].move_references(to_t, to_s);
-                sums[r].take(rows[r], t[r], s[r], ct, cs);
+                sums[r].take(rows[r], t[r], s[r]);
             }
         }
 #pragma unroll

@@ -15,6 +15,7 @@
 #include "tile/schedule.cuh"
 #include "@mask"
 #include "@divergence"
+#include "@score"
 #include "tile/rows.cuh"
 #include "tile/common_part.cuh"
 
@@ -25,8 +26,8 @@ constexpr int kTiles = kColumns / 8;
 constexpr int kQueryBytes = TeacherTile::bytes(kRows) + StudentTile::bytes(kRows);
 constexpr int kStageBytes = TeacherTile::bytes(kColumns) + StudentTile::bytes(kColumns);
 
-using TeacherCommon = CommonPart<TeacherTile>;
-using StudentCommon = CommonPart<StudentTile>;
+using TeacherCommon = CommonPart<TeacherTile, Score<kTeacher>>;
+using StudentCommon = CommonPart<StudentTile, Score<kStudent>>;
 constexpr bool kCommon = TeacherCommon::kPossible || StudentCommon::kPossible;
 constexpr int kCommonBytes = TeacherCommon::kBytes + StudentCommon::kBytes;
 
@@ -42,7 +43,8 @@ struct Offsets {
     int row;
     float ct, cs;
     __device__ float2 operator()(int below) const {
-        return make_float2(ct * common_t.times(tq, row + below), cs * common_s.times(sq, row + below));
+        return make_float2(Score<kTeacher>::logit(common_t.times(tq, row + below), ct),
+                           Score<kStudent>::logit(common_s.times(sq, row + below), cs));
     }
 };
 
@@ -97,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     };
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
-    const int row = first_row + warp_row + lane / 4;
+    const int row = first_row + warp_row + Accumulators::first_row(lane);
     RowState state[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) state[i].start();
@@ -126,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     if constexpr (kCommon) {
         cp_async_wait<0>();  // a share without tiles has not waited for its queries
         __syncthreads();
-        write_rows(args, block, place, state, row, Offsets{tq, sq, common_t, common_s, warp_row + lane / 4, args.teacher_scale, args.student_scale});
+        write_rows(args, block, place, state, row, Offsets{tq, sq, common_t, common_s, warp_row + Accumulators::first_row(lane), args.teacher_scale, args.student_scale});
     } else {
         write_rows(args, block, place, state, row);
     }

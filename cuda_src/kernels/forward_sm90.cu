@@ -23,6 +23,7 @@
 #include "tile/swizzled.cuh"
 #include "@mask"
 #include "@divergence"
+#include "@score"
 #include "tile/rows.cuh"
 
 using Teacher = Operand<SKL_T_ELEMENT, SKL_T_DIM>;
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
     const int lane = lane_id(), group_row = first_row + 64 * group, group_end = min(group_row + 64, place.queries);
-    const int row = group_row + 16 * ((threadIdx.x / 32) & 3) + lane / 4;
+    const int row = group_row + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane);
     const Range mine = mask.keys_of(group_row, group_end);
     RowState state[kLaneRows];
 #pragma unroll

@@ -56,6 +56,7 @@
 #include "tile/visits.cuh"
 #include "@mask"
 #include "@divergence"
+#include "@score"
 #include "tile/terms.cuh"
 
 constexpr int kSide = SKL_GRAD_SIDE;
@@ -233,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_fini
         for (int half = 0; half < 2; ++half) {
             const int q = at.tile * kColumns + upper + 8 * half;
             if (q >= at.place.queries) continue;
-            float factor = Logit::kFactor * args.out_scale;
+            float factor = gradient_factor<kSide>(args.out_scale);
             if constexpr (kNarrow) {
                 const RowTerms row = read_terms<Logit>(args, mask, at.batch, at.head, q);
                 factor *= row.weight * plain_unscale(row);
@@ -268,19 +269,19 @@ constexpr bool kMasks<Everything> = false;
 template <class Visible>
 __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& other, Scores& own, u32 terms, float lift,
                                        Visible visible, float ct, float cs) {
-    const int pair = lane_id() & 3;
+    const int pair = Accumulators::pair(lane_id());
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
         RowTerms x[2];
         Terms::read(x, terms, 4 * c + pair);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const RowTerms& row = x[e & 1];
+            const RowTerms& row = x[Accumulators::column(e)];
             const float t = kSide == kTeacher ? own[c][e] : other[c][e], s = kSide == kTeacher ? other[c][e] : own[c][e];
-            float dx = Logit::evaluate(fmaf(t, ct, -row.lse_t), fmaf(s, cs, -row.lse_s), row.value);
+            float dx = dot_gradient<kSide>(t, s, row, ct, cs);
             dx *= kNarrow ? plain_scale(row) : row.weight;
             if constexpr (kMasks<Visible>) {
-                if (!visible(8 * c + 2 * pair + (e & 1), 8 * (e >> 1))) dx = 0.f;
+                if (!visible(8 * c + 2 * pair + Accumulators::column(e), Accumulators::below(Accumulators::row(e)))) dx = 0.f;
             }
             own[c][e] = dx;
         }
@@ -299,7 +300,7 @@ __device__ inline void logit_gradients(Gradients& out, u32 hand, const Scores& o
                 for (int e = 0; e < 4; ++e) {
                     float& dx = own[2 * k + half][e];
                     // An infinite weight must not make a pair that is not visible count.
-                    dx = kMasks<Visible> && dx == 0.f ? 0.f : dx * (x[e & 1].weight * lift);
+                    dx = kMasks<Visible> && dx == 0.f ? 0.f : dx * (x[Accumulators::column(e)].weight * lift);
                 }
             }
         }
@@ -635,7 +636,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
         if (kSub == kSubs - 1) at_own.advance();
         const u32 hand = hand_at();
         Gradients dx;
-        const int first_key = visit.block.tile * kRows + warp_row + lane / 4 + kSub * kSubRows;  // from memory: registers are dear
+        const int first_key = visit.block.tile * kRows + warp_row + Accumulators::first_row(lane) + kSub * kSubRows;  // from memory: registers are dear
         const auto visible = [&](int column, int row) { return walk.mask.visible(walk.row() + column, first_key + row); };
         logit_gradients(dx, hand, other, own, base + kTermsAt + slot * kTermBytes, lift, visible, ct, cs);
         clear_non_finite<E, kColumns, Own::kChunks>(base + kOwnAt + slot * kOwnTileBytes, 1 + group);
@@ -671,17 +672,18 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(c
             const int own_heads = n.heads / (kSide == kTeacher ? n.teacher_group : n.student_group);
             if (block.shares > 1 && !add_shares(reinterpret_cast<Sums&>(out), block, block.batch * own_heads + block.head, args)) return;
         }
-        const float factor = Logit::kFactor * args.out_scale / lift;
+        const float factor = gradient_factor<kSide>(args.out_scale) / lift;
 #pragma unroll
         for (int i = 0; i < 2 * kSubs; ++i) {
-            const int sub = i / 2, half = i % 2, k = block.tile * kRows + warp_row + lane / 4 + sub * kSubRows + 8 * half;
+            const int sub = i / 2, half = i % 2, k = block.tile * kRows + warp_row + Accumulators::first_row(lane) + sub * kSubRows + Accumulators::below(half);
             if (k >= visit.place.keys) continue;
             const u64 address = args.out.pointer +
                                 (block.batch * args.out.batch + block.head * args.out.head + (visit.place.first_key + k) * args.out.row +
-                                 2 * (lane & 3)) * E::kBytes;
+                                 Accumulators::first_column(lane)) * E::kBytes;
 #pragma unroll
             for (int d = 0; d < Own::kDim / 8; ++d)
-                E::store_pair(address + 8 * d * E::kBytes, out[sub][d][2 * half] * factor, out[sub][d][2 * half + 1] * factor);
+                E::store_pair(address + 8 * d * E::kBytes, out[sub][d][Accumulators::element(half, 0)] * factor,
+                              out[sub][d][Accumulators::element(half, 1)] * factor);
         }
     };
 

@@ -18,6 +18,7 @@
 #include "tile/schedule.cuh"
 #include "@mask"
 #include "@divergence"
+#include "@score"
 #include "tile/terms.cuh"
 #include "tile/common_part.cuh"
 
@@ -42,7 +43,7 @@ constexpr int kStageBytes = kTileBytes + kVectors * kColumns * 4;
 
 // Of the side that is differentiated, whose keys the gradient adds up; registers are dear, and the other side's logits know
 // no less without it than the log-sum-exp that they meet.
-using Common = CommonPart<OutTile>;
+using Common = CommonPart<OutTile, Score<kSide>>;
 
 static_assert(kRowBytes + kStages * kStageBytes + Common::kBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
@@ -55,11 +56,11 @@ __device__ inline bool counts(u32 vectors, int j) {
 // that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
 // one would be turned into selections that every tile pays for.
 template <bool MASKED>
-__device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s, const RowTerms (&terms)[kWarpTiles][2], u32 vectors,
+__device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s, const RowTerms (&terms)[kWarpTiles][Accumulators::kRows], u32 vectors,
                                        float lift, const Mask& mask, int row, int first_column, float ct, float cs) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
-        const int column = 8 * c + 2 * (lane_id() & 3);
+        const int column = 8 * c + Accumulators::first_column(lane_id());
         RowTerms streamed[2];
         if constexpr (!kRowsAreQueries) {
             const float2 lse_t = shared_float2(vectors + 4 * column), lse_s = shared_float2(vectors + 4 * (kColumns + column));
@@ -72,14 +73,14 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s,
         for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const RowTerms& x = kRowsAreQueries ? terms[m][e >> 1] : streamed[e & 1];
-                float dx = Logit::evaluate(fmaf(t[m][c][e], ct, -x.lse_t), fmaf(s[m][c][e], cs, -x.lse_s), x.value);
+                const RowTerms& x = kRowsAreQueries ? terms[m][Accumulators::row(e)] : streamed[Accumulators::column(e)];
+                float dx = dot_gradient<kSide>(t[m][c][e], s[m][c][e], x, ct, cs);
                 if constexpr (!kRowsAreQueries)
                     dx *= x.weight;
                 else if constexpr (OutElement::kNarrowExponent)
                     dx *= power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(x.value)));
                 if constexpr (MASKED) {
-                    const int r = row + 16 * m + (e >> 1) * 8, other = first_column + column + (e & 1);
+                    const int r = row + 16 * m + Accumulators::below(Accumulators::row(e)), other = first_column + column + Accumulators::column(e);
                     if (!(kRowsAreQueries ? mask.visible(r, other) : mask.visible(other, r))) dx = 0.f;
                 }
                 t[m][c][e] = dx;
@@ -157,13 +158,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const auto own_columns = [&](int i) { return OutTile{kSide == kTeacher ? columns_t(i).base : columns_s(i).base}; };
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
-    const int row = first_row + warp_row + lane / 4;
+    const int row = first_row + warp_row + Accumulators::first_row(lane);
     const float ct = args.teacher_scale, cs = args.student_scale;
 
     Strip<kOutTiles> out;
     clear<kOutTiles>(out);
     int exponent = kTopExponent - 126;  // narrow types, streamed queries: weights are scaled by 2^(kTopExponent - exponent)
-    RowTerms terms[kWarpTiles][2];
+    RowTerms terms[kWarpTiles][Accumulators::kRows];
 
     for (int head = first_head; head < end_head; ++head) {
         const Mask mask(n, place, block.batch, head);
@@ -216,9 +217,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 #pragma unroll
             for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    terms[m][half] = read_terms<Logit>(args, mask, block.batch, head, row + 16 * m + 8 * half);
-                }
+                for (int half = 0; half < Accumulators::kRows; ++half)
+                    terms[m][half] = read_terms<Logit>(args, mask, block.batch, head, row + 16 * m + Accumulators::below(half));
         }
         if constexpr (Common::kPossible) {
             common.find(kSide == kTeacher ? keys_t : keys_s, KeySample(at, columns));
@@ -227,10 +227,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 #pragma unroll
             for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int r = warp_row + lane / 4 + 16 * m + 8 * half;
+                for (int half = 0; half < Accumulators::kRows; ++half) {
+                    const int r = warp_row + Accumulators::first_row(lane) + 16 * m + Accumulators::below(half);
                     float& lse = kSide == kTeacher ? terms[m][half].lse_t : terms[m][half].lse_s;
-                    lse = fmaf(kSide == kTeacher ? -ct : -cs, common.times(own_rows, r), lse);
+                    lse = -Score<kSide>::logit(common.times(own_rows, r), kSide == kTeacher ? ct : cs, lse);
                 }
         }
         for (int i = 0; at.more(); ++i, at.next()) {
@@ -303,9 +303,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 #pragma unroll
     for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int r = row + 16 * m + 8 * half;
-            float factor = Logit::kFactor * args.out_scale;
+        for (int half = 0; half < Accumulators::kRows; ++half) {
+            const int r = row + 16 * m + Accumulators::below(half);
+            float factor = gradient_factor<kSide>(args.out_scale);
             if constexpr (kRowsAreQueries) {
                 const RowTerms x = read_terms<Logit>(args, mask, block.batch, block.head, r);  // again: registers are dear in the loop
                 factor *= x.weight;
@@ -316,8 +316,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             if (r >= (kRowsAreQueries ? here.queries : here.keys)) continue;
 #pragma unroll
             for (int d = 0; d < kOutTiles; ++d) {
-                const int column = 8 * d + 2 * (lane & 3);
-                const float x = out[m][d][2 * half] * factor, y = out[m][d][2 * half + 1] * factor;
+                const int column = 8 * d + Accumulators::first_column(lane);
+                const float x = out[m][d][Accumulators::element(half, 0)] * factor, y = out[m][d][Accumulators::element(half, 1)] * factor;
                 const u64 address = head_base + (r * args.out.row + column) * bytes;
                 if (OutTile::kHeadDim % 2 == 0 && column < OutTile::kHeadDim) {
                     OutElement::store_pair(address, x, y);

@@ -35,6 +35,7 @@
 #include "tile/swizzled.cuh"
 #include "@mask"
 #include "@divergence"
+#include "@score"
 #include "tile/terms.cuh"
 
 using Teacher = Operand<SKL_T_ELEMENT, SKL_T_DIM>;
@@ -230,16 +231,16 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
 }
 
 // t becomes the gradient of the logits.
-__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4], const RowTerms (&rows)[2], u32 terms, float ct,
+__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4], const RowTerms (&rows)[Accumulators::kRows], u32 terms, float ct,
                                        float cs) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
         RowTerms streamed[2];
-        if constexpr (!kRowsAreQueries) Terms::read(streamed, terms, 4 * c + (lane_id() & 3));
+        if constexpr (!kRowsAreQueries) Terms::read(streamed, terms, 4 * c + Accumulators::pair(lane_id()));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const RowTerms& x = kRowsAreQueries ? rows[e >> 1] : streamed[e & 1];
-            t[c][e] = Logit::evaluate(fmaf(t[c][e], ct, -x.lse_t), fmaf(s[c][e], cs, -x.lse_s), x.value);
+            const RowTerms& x = kRowsAreQueries ? rows[Accumulators::row(e)] : streamed[Accumulators::column(e)];
+            t[c][e] = dot_gradient<kSide>(t[c][e], s[c][e], x, ct, cs);
             if constexpr (!kRowsAreQueries || kNarrow) t[c][e] *= x.weight;
         }
     }
@@ -252,7 +253,8 @@ __device__ inline void hide(float (&dx)[kTiles][4], const Mask& mask, int row, i
     for (int c = 0; c < kTiles; ++c)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const int r = row + (e >> 1) * 8, column = first_column + 8 * c + 2 * (lane_id() & 3) + (e & 1);
+            const int r = row + Accumulators::below(Accumulators::row(e));
+            const int column = first_column + 8 * c + Accumulators::first_column(lane_id()) + Accumulators::column(e);
             if (!(kRowsAreQueries ? mask.visible(r, column) : mask.visible(column, r))) dx[c][e] = 0.f;
         }
 }
@@ -310,13 +312,13 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     const Mask mask = task.mask(n, task.first_head);
     const Range own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)};
     const Range mine = own.begin < own.end ? covering(Task::met_by(mask, own), kColumns) : Range{0, 0};
-    const int row = own.begin + 16 * ((threadIdx.x / 32) & 3) + lane / 4;
+    const int row = own.begin + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane);
 
-    RowTerms terms[2];
+    RowTerms terms[Accumulators::kRows];
     if constexpr (kRowsAreQueries) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            terms[half] = read_terms<Logit>(args, mask, task.block.batch, task.block.head, row + 8 * half);
+        for (int half = 0; half < Accumulators::kRows; ++half) {
+            terms[half] = read_terms<Logit>(args, mask, task.block.batch, task.block.head, row + Accumulators::below(half));
             if constexpr (kNarrow)
                 terms[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(terms[half].value)));
         }
@@ -526,9 +528,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     const u64 head_base =
         args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int r = row + 8 * half;
-        float factor = Logit::kFactor * args.out_scale;
+    for (int half = 0; half < Accumulators::kRows; ++half) {
+        const int r = row + Accumulators::below(half);
+        float factor = gradient_factor<kSide>(args.out_scale);
         if constexpr (kRowsAreQueries) {
             const RowTerms x = read_terms<Logit>(args, mask, block.batch, block.head, r);  // again: registers are dear above
             factor *= x.weight;
@@ -538,21 +540,22 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         }
 #pragma unroll
         for (int d = 0; d < kOutTiles; ++d) {
-            out[d][2 * half] *= factor;
-            out[d][2 * half + 1] *= factor;
+            out[d][Accumulators::element(half, 0)] *= factor;
+            out[d][Accumulators::element(half, 1)] *= factor;
         }
     }
     if constexpr (Mask::kListed)
         if (block.shares > 1 && !add_shares(out, block, block.batch * (n.heads / (task.end_head - task.first_head)) + block.head, args)) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int r = row + 8 * half;
+    for (int half = 0; half < Accumulators::kRows; ++half) {
+        const int r = row + Accumulators::below(half);
         if (r >= task.row_count) continue;
 #pragma unroll
         for (int d = 0; d < kOutTiles; ++d) {
-            const int column = 8 * d + 2 * (lane & 3);
+            const int column = 8 * d + Accumulators::first_column(lane);
             if (column < Out::kDim)
-                OutElement::store_pair(head_base + (r * args.out.row + column) * bytes, out[d][2 * half], out[d][2 * half + 1]);
+                OutElement::store_pair(head_base + (r * args.out.row + column) * bytes, out[d][Accumulators::element(half, 0)],
+                                       out[d][Accumulators::element(half, 1)]);
         }
     }
 }

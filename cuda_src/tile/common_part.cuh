@@ -44,8 +44,8 @@ struct KeySample {
     }
 };
 
-// What the keys of one side, in tiles T, have in common.
-template <class T>
+// What the keys of one side, in tiles T and with score S, have in common: nothing, unless it does the same to all logits.
+template <class T, class S>
 struct CommonPart {
     static constexpr bool kPossible = kRowsAreQueries && T::kCode == kF32;
     static constexpr int kBytes = kPossible ? T::kDepth * 4 + 16 : 0;
@@ -86,7 +86,7 @@ struct CommonPart {
                 length += __shfl_xor_sync(~0u, length, step);
                 spread += __shfl_xor_sync(~0u, spread, step);
             }
-            if (threadIdx.x == 0) store(T::kDepth, length > spread);
+            if (threadIdx.x == 0) store(T::kDepth, S::kLinear && length > spread);
         }
     }
 
@@ -119,8 +119,7 @@ struct CommonPart {
                 const float4 q = shared_float4(queries.address(row, d)), v = shared_float4(vector + 4 * d);
                 sum = fmaf(q.x, v.x, fmaf(q.y, v.y, fmaf(q.z, v.z, fmaf(q.w, v.w, sum))));
             }
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
+            sum = Accumulators::sum_row(sum);
         }
         return sum;
     }

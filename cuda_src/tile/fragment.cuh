@@ -1,12 +1,10 @@
 // Matrix fragments of one warp, and the tile in shared memory they come from.
 //
-// Accumulator of a 16x8 product, lane l: elements 0, 1 are row l/4, columns 2*(l%4)+{0,1}; elements 2, 3 are row l/4+8.
-// Operand A (16x16): registers 0..3 = (rows 0-7, depth 0-7), (rows 8-15, depth 0-7), (rows 0-7, depth 8-15), (rows 8-15,
+// Accumulators lie as accumulators.cuh says. Operand A (16x16): registers 0..3 = (rows 0-7, depth 0-7), (rows 8-15, depth 0-7), (rows 0-7, depth 8-15), (rows 8-15,
 // depth 8-15), so two neighbouring accumulators are one A fragment: products chain without leaving the registers.
 #pragma once
+#include "tile/accumulators.cuh"
 #include "tile/element.cuh"
-
-__device__ inline int lane_id() { return threadIdx.x & 31; }
 
 // One operand tile [rows][D] in shared memory. A row is padded by 16 bytes: its length is then an odd number of 16-byte
 // units, so the eight rows that one matrix load touches fall into eight different bank groups.
@@ -160,11 +158,11 @@ __device__ inline void add(Strip<TILES>& x, const Strip<TILES>& y) {
 // The matrix unit truncates when it adds to an accumulator, so a long head dim is summed in two halves.
 constexpr int kLongDepth = 16;  // steps of 16: beyond a head dim of 256
 
-// The elements of one row that this lane holds: row half 0 or 1 of a strip of accumulators.
+// The elements of one row that this lane holds: one of the lane's rows in a strip of accumulators.
 template <int TILES>
 struct FragmentRow {
     const float (*tiles)[4];
-    int half;
+    int row;
     static constexpr int kCount = 2 * TILES;
-    __device__ float operator[](int i) const { return tiles[i >> 1][2 * half + (i & 1)]; }
+    __device__ float operator[](int i) const { return tiles[i / 2][Accumulators::element(row, i % 2)]; }
 };

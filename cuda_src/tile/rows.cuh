@@ -1,47 +1,51 @@
 // The row states of a warp in a forward kernel: feeding them score tiles, merging lanes, writing results. The kernel has
-// included its mask and its divergence before.
+// included its mask, its divergence and its score before.
 #pragma once
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "tile/fragment.cuh"
+#include "tile/logits.cuh"
 #include "tile/schedule.cuh"
 
 static_assert(sizeof(RowState) == 4 * SplitStates::kStates, "plan: the state of a row");
 
-// Rows of which a lane holds elements: number i is row 16 * (i / 2) + 8 * (i % 2) below the lane's first.
-constexpr int kLaneRows = 2 * kWarpTiles;
+// Rows of which a lane holds elements, and how far below the first of them number i lies.
+constexpr int kLaneRows = Accumulators::kRows * kWarpTiles;
+__device__ constexpr int below_first(int i) { return 16 * (i / Accumulators::kRows) + Accumulators::below(i % Accumulators::kRows); }
 
-template <int TILES>
+// T and S are the scores whose dots t and s hold.
+template <class T, class S, int TILES>
 __device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILES>& t, const Strip<TILES>& s, float ct, float cs) {
-    FragmentRow<TILES> row_t[kLaneRows], row_s[kLaneRows];
+    LogitRow<T, TILES> row_t[kLaneRows];
+    LogitRow<S, TILES> row_s[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-        row_t[i] = {t[i / 2], i % 2};
-        row_s[i] = {s[i / 2], i % 2};
+        row_t[i] = {{t[i / Accumulators::kRows], i % Accumulators::kRows}, ct};
+        row_s[i] = {{s[i / Accumulators::kRows], i % Accumulators::kRows}, cs};
     }
-    RowState::absorb(state, row_t, row_s, ct, cs);
+    RowState::absorb(state, row_t, row_s);
 }
 
-// One tile's logits, keys first_key on, into the states. Where the tile is not full, pairs that are not visible are put out
+// One tile's dots, keys first_key on, into the states. Where the tile is not full, pairs that are not visible are put out
 // of the way first, in a branch of its own: a test inside one would be turned into selections that every tile pays for.
 template <int TILES>
 __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t, Strip<TILES>& s, const Mask& mask, int row, bool full,
                                    int first_key, float ct, float cs) {
     if (full) {
-        absorb_all<TILES>(state, t, s, ct, cs);
+        absorb_all<Score<kTeacher>, Score<kStudent>, TILES>(state, t, s, ct, cs);
     } else {
-        const int key = first_key + 2 * (lane_id() & 3);
+        const int key = first_key + Accumulators::first_column(lane_id());
 #pragma unroll
         for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const bool visible = mask.visible(row + 16 * m + (e >> 1) * 8, key + 8 * n + (e & 1));
-                    t[m][n][e] = visible ? t[m][n][e] * ct : kMasked;
-                    s[m][n][e] = visible ? s[m][n][e] * cs : kMasked;
+                    const bool visible = mask.visible(row + 16 * m + Accumulators::below(Accumulators::row(e)), key + 8 * n + Accumulators::column(e));
+                    t[m][n][e] = visible ? Score<kTeacher>::logit(t[m][n][e], ct) : kMasked;
+                    s[m][n][e] = visible ? Score<kStudent>::logit(s[m][n][e], cs) : kMasked;
                 }
-        absorb_all<TILES>(state, t, s, 1.f, 1.f);
+        absorb_all<LogitsThemselves, LogitsThemselves, TILES>(state, t, s, 1.f, 1.f);
     }
     __syncwarp();  // lanes whose references moved took longer; the matrix instructions want all of them
 }
@@ -65,11 +69,10 @@ __device__ inline void write_rows(const ForwardArgs& args, const Block& block, c
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
         RowState& x = state[i];
-        x.merge(x.shuffle(1));
-        x.merge(x.shuffle(2));
-        const int r = row + 16 * (i / 2) + 8 * (i % 2);
+        Accumulators::merge_row(x);
+        const int r = row + below_first(i);
         const float2 offset = offsets(r - row);
-        if ((lane_id() & 3) != 0 || r >= place.queries) continue;
+        if (!Accumulators::writes_row(lane_id()) || r >= place.queries) continue;
         if (n.splits == 1) {
             x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
             if constexpr (Offsets::kAny)

@@ -1,17 +1,12 @@
 // What a query row contributes to the gradients of its logits, as gradient kernels keep it. The kernel has included its
-// mask before and names its logit gradient.
+// mask, its divergence and its score before and names its logit gradient.
 #pragma once
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "tile/fragment.cuh"
+#include "tile/logits.cuh"
 
 constexpr int kTopExponent = 14;  // scaled gradients of a narrow type stay below 2^15, half of its largest number
-
-struct RowTerms {
-    float lse_t, lse_s;  // base 2
-    float weight;        // factor on the logit gradient
-    float value;         // base 2
-};
 
 // One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything. Where
 // intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so that the
@@ -42,7 +37,7 @@ struct TermLayout {
         tile[2 * COLUMNS + column] = x.weight;
         if constexpr (Logit::kNeedsValue) tile[3 * COLUMNS + column] = x.value;
     }
-    // From shared memory.
+    // Of a pair of neighbouring columns, from shared memory.
     __device__ static void read(RowTerms (&x)[2], u32 tile, int pair) {
         const auto two = [&](int vector) { return shared_float2(tile + 4 * COLUMNS * vector + 8 * pair); };
         const float2 lse_t = two(0), lse_s = two(1), weight = two(2);
