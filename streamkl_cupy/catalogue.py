@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 from . import cache, patterns
 from . import compile as compiler
-from . import masks as registry
 from .arch import PLANES
 from .errors import CompilerError
 from .planning import KernelPlan, facts_for_arch, make_plan
 from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
+from .rules.masks import MASKS, together
 from .threads import usable_cores
 
 DIMS = (
@@ -43,15 +43,10 @@ DIMS = (
 
 ARCHS = ("sm_80", "sm_90", "sm_120")
 # What asks for code of its own: an interval, places, holes, lists, and all that can come together.
-MASKS: dict[str, tuple[str, ...]] = {
+MASK_CASES: dict[str, tuple[str, ...]] = {
     "none": (),
-    "causal": ("causal",),
-    "window": ("window",),
-    "lengths": ("lengths",),
-    "packed": ("window", "packed"),
-    "keys": ("lengths", "keys"),
-    "blocks": ("causal", "blocks"),
-    "everything": ("window", "lengths", "keys", "blocks"),
+    **{part.name: (*part.beside, part.name) for part in MASKS.values()},
+    "everything": together(),
 }
 PLAIN = ("none", "causal")
 SEQUENCES = 16
@@ -118,6 +113,7 @@ def problem(
 ) -> Problem:
     """A problem of one batch entry with (heads, rows) and as many keys; unaligned ones cannot use 16-byte loads."""
     heads, rows = extents
+    packed = any(MASKS[name].packing for name in MASK_CASES[mask])
 
     def side(dim: int, dtype: str) -> Side:
         x = Operand(heads, rows, dim, dtype, _four(compact_strides((1, heads, rows, dim))), aligned)
@@ -132,19 +128,18 @@ def problem(
         student=side(dims[1], types.student),
         mask=mask_spec(mask, rows),
         device=Device("cuda"),
-        rank=3 if mask == "packed" else 4,
+        rank=3 if packed else 4,
         precision=types.precision,
-        sequences=SEQUENCES if mask == "packed" else 0,
+        sequences=SEQUENCES if packed else 0,
     )
 
 
 def mask_spec(mask: str, rows: int) -> MaskSpec:
-    """A mask of the list for as many keys as rows."""
-    parts = MASKS[mask]
-    values = {"q_offset": 0, "left": rows // 8, "right": 0, "q_offset_given": 0}
-    names = dict.fromkeys(name for part in parts for name in registry.MASKS[part].params)
-    pattern = patterns.local(rows // 8, queries=rows, causal=True) if "blocks" in parts else None
-    return MaskSpec(parts, tuple((name, values[name]) for name in names), pattern)
+    """A mask of the list for as many keys as rows. Its integers are no part of a kernel."""
+    parts = [MASKS[name] for name in MASK_CASES[mask]]
+    names = dict.fromkeys(name for part in parts for name in part.params)
+    pattern = patterns.local(rows // 8, queries=rows, causal=True) if any(part.listed for part in parts) else None
+    return MaskSpec(MASK_CASES[mask], tuple((name, 0) for name in names), pattern)
 
 
 def _four(strides: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -160,7 +155,7 @@ def entries(
 ) -> tuple[list[Entry], list[str]]:
     """Every distinct kernel of the list on a typical GPU of `arch`, and which problems have no kernel there, and why.
 
-    Masks are names of `MASKS`; the default are the two that most calls have.
+    Masks are names of `MASK_CASES`; the default are the two that most calls have.
 
     Raises:
         ValueError: the architecture is not known.

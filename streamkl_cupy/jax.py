@@ -25,6 +25,7 @@ from .adapters import xla_deterministic
 from .arguments import a_kind_of, choice
 from .guests import pointer_of
 from .problem import INPUT_NAMES, MASK_ARRAYS, STUDENT, Device, Options, Problem, compact_strides
+from .rules import masks as rules
 from .signatures import answered
 
 if TYPE_CHECKING:
@@ -533,7 +534,7 @@ def _unfold(
     steps = [steps_of(view) for view in views]
     # Arrays of masks are merged where their entries lie one after the other, as kernels read key_lengths. The batch
     # axis that this has without the inputs having one is of extent 1.
-    rests = {name: () if name == "key_lengths" else view.shape[-1:] for name, view in masks.items()}
+    rests = {name: view.shape[len(view.shape) - rules.ARRAYS[name].axes :] for name, view in masks.items()}
     mask_steps = {name: steps_of(view) for name, view in masks.items()}
     looped = 0
     while not (
@@ -598,7 +599,7 @@ def _masks(config: _Config, inputs: tuple[Any, ...], *given: Any) -> _Masks:
     if known and config.platform == "cpu":
         views, seen = _standins(inputs, given, arrays.CPU)
         problem = validate.to_problem(views, config.options, seen)
-        validate.mask_values(problem, {name: np.asarray(x) for name, x in known.items()})
+        rules.check_values(problem, {name: np.asarray(x) for name, x in known.items()})
     return given
 
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from .arch import ELEMENT_BYTES, SIDES, DeviceFacts
 from .compile import import_cupy, load
 from .errors import CaptureError, DriverError
-from .masks import parts_of
 from .planning import KernelPlan, Plan, make_plan
 from .problem import INPUT_NAMES, Operand, Problem, canonical_strides
+from .rules.masks import parts_of
 from .structs import KEY_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
 from .tensor_maps import encode
 
@@ -196,7 +196,9 @@ class Runner:
         self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
         self.workspace_bytes = self.plan.workspace_bytes
         self._kernels: dict[str, _Kernel] = {}
-        self._mask_arrays = tuple(name for part in parts_of(problem.mask) for name in part.arrays)
+        arrays = [array for part in parts_of(problem.mask) for array in part.arrays]
+        self._mask_arrays = tuple(array.name for array in arrays)
+        self._bits = next((array.name for array in arrays if array.bits), "")
         self._empty_rows = 0 in (problem.batch, problem.heads, problem.queries)
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
@@ -241,12 +243,12 @@ class Runner:
 
     def _pack_bits(self, masks: MaskArrays, workspace: int, stream: int) -> None:
         """Have a mask of keys packed to bits at the start of the workspace, if there is one."""
-        mask = masks.key_mask
-        if not self.plan.key_bits or mask is None or 0 in mask.shape:
+        mask = getattr(masks, self._bits, None)
+        if mask is None or 0 in mask.shape:
             return
         if not workspace:
             raise ValueError(
-                "workspace: got none; a key_mask needs the bytes that workspace_bytes and backward_bytes say"
+                f"workspace: got none; a {self._bits} needs the bytes that workspace_bytes and backward_bytes say"
             )
         kernel = self._kernels.get("key_bits") or self._kernel("key_bits", stream)
         batch = mask.strides[0] if len(mask.strides) > 1 else 0
@@ -256,7 +258,7 @@ class Runner:
         """Where kernels find what the mask reads; keys as bits, from the start of the workspace."""
         if masks is None:
             return []
-        return [(name, workspace if name == "key_mask" else getattr(masks, name).ptr) for name in self._mask_arrays]
+        return [(name, workspace if name == self._bits else getattr(masks, name).ptr) for name in self._mask_arrays]
 
     def backward(
         self,
@@ -349,8 +351,8 @@ def _mask_words(problem: Problem, lists: Sequence[int] = ()) -> tuple[list[int],
     arrays: list[tuple[int, str]] = []
     for part in parts_of(problem.mask):
         words += [problem.mask[name] for name in part.params]
-        for name in part.arrays:
-            arrays.append((len(words), name))
+        for array in part.arrays:
+            arrays.append((len(words), array.name))
             words.append(0)
     # The part that has a pattern is the last of the registry.
     pattern = problem.mask.pattern

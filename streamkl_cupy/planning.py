@@ -25,10 +25,10 @@ from .arch import (
     Work,
     families,
 )
-from .masks import Scene, key_range, parts_of
 from .portions import portions, survey
 from .problem import INPUT_NAMES, Problem, counted
 from .rules.divergences import DIVERGENCES
+from .rules.masks import Scene, key_range, parts_of
 from .rules.scores import SCORES
 from .source import flatten
 from .structs import FORWARD, KEY_BITS, Regions, Struct, key_words, row_tiles, shared_lists
@@ -415,7 +415,7 @@ def _key_tiles(problem: Problem, tile: TileRow) -> int:
     params = dict(mask.params)
     if not params.get("q_offset_given", 1):
         params["q_offset"] = keys - queries
-    scene = Scene(queries, keys, params, key_lengths=np.array([keys]))
+    scene = Scene(queries, keys, params)
     ranges = (
         key_range(parts_of(mask), scene, q0, min(q0 + tile.rows, queries))
         for q0 in {0, queries // 2, max(queries - tile.rows, 0)}
@@ -466,7 +466,7 @@ def _combine(work: Work, forward: KernelPlan, rows: int) -> KernelPlan:
 
 def _key_bits(problem: Problem, facts: DeviceFacts) -> KernelPlan | None:
     """The kernel that packs a mask of keys, a warp to a word; None where there is none."""
-    if not any("key_mask" in part.arrays for part in parts_of(problem.mask)):
+    if not any(array.bits for part in parts_of(problem.mask) for array in part.arrays):
         return None
     threads = 256
     major, minor = facts.compute_capability

@@ -20,7 +20,6 @@ from .planning import MAX_DIM, MAX_TEACHER_DIM
 from .problem import (
     INPUT_NAMES,
     MASK_ARRAYS,
-    MaskSpec,
     Operand,
     Options,
     Problem,
@@ -28,9 +27,9 @@ from .problem import (
     canonical_strides,
     compact_strides,
 )
+from .rules import masks as rules
 
 if TYPE_CHECKING:
-    from .patterns import BlockPattern
     from .typed import InputName
 
 LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
@@ -198,9 +197,11 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
         for x in masks:
             if x is not None:
                 same_place(tq, x)
-        if masks.cu_seqlens_q is not None or masks.cu_seqlens_k is not None:
-            _check_packed(inputs, chosen, masks)
-            chosen = chosen._replace(layout="bnhd")
+    given = _shapes(masks)
+    packing = rules.packing(given)
+    if packing is not None:
+        packing.check(chosen, given, {view.name: view.shape for view in inputs})
+        chosen = chosen._replace(layout=packing.layout)
     if not 2 <= len(tq.shape) <= 4:
         raise ValueError(
             f"teacher_q: shape {tq.shape} has {len(tq.shape)} axes; allowed are 4, {LAYOUTS[chosen.layout]}, "
@@ -221,11 +222,11 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
     _must_agree("student_k", "teacher_k", "keys", "keys", extents, 2)
     batch, heads, queries, _ = extents["teacher_q"]
     keys = extents["teacher_k"][2]
+    sizes = rules.Extents(batch, heads, queries, keys, len(tq.shape))
     if masks is not None:
-        _check_mask_shapes(masks, batch, keys, len(tq.shape))
-    if chosen.block_mask is not None:
-        _check_pattern(chosen.block_mask, heads, queries, keys)
-    sequences = masks.cu_seqlens_q.shape[0] - 1 if masks is not None and masks.cu_seqlens_q is not None else 0
+        _check_mask_arrays(masks, sizes)
+    asked = rules.Asked(chosen, given, sizes, packing.sequences(given) if packing is not None else 0)
+    rules.check(asked)
     if "float64" not in (tq.dtype, sq.dtype):
         for side, scale in (("teacher", chosen.teacher_scale), ("student", chosen.student_scale)):
             if scale is not None and abs(scale) > MAX_SCALE:
@@ -240,141 +241,34 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
         keys=keys,
         teacher=_side(tq, tk, extents, chosen.teacher_scale, chosen.layout),
         student=_side(sq, sk, extents, chosen.student_scale, chosen.layout),
-        mask=_mask(chosen, masks, queries, keys),
+        mask=rules.spec_of(asked),
         device=tq.device,
         layout=chosen.layout,
         rank=len(tq.shape),
         precision=chosen.precision,
         deterministic=bool(chosen.deterministic),
-        sequences=sequences,
+        sequences=asked.sequences,
     )
 
 
-def _mask(chosen: Options, masks: MaskArrays | None, queries: int, keys: int) -> MaskSpec:
-    """The parts that options and arrays ask for; what is the same mask becomes the same parts."""
-    if masks is None:
-        masks = MaskArrays()
-    packed = masks.cu_seqlens_q is not None
-    parts: list[str] = []
-    params: dict[str, int] = {}
-    # Of packed sequences each has its own, unless one is given for all.
-    offset = keys - queries if chosen.q_offset is None else chosen.q_offset
-    own = packed and chosen.q_offset is None
-    left, right = chosen.window or (-1, -1)
-    if chosen.causal:
-        right = 0
-    if left >= 0 or (right > 0 and own):
-        parts.append("window")
-        params = {"left": left, "right": right, "q_offset": 0 if own else offset}
-    elif right >= 0:
-        parts.append("causal")
-        # Beyond these ends nothing changes any more, and 32-bit kernel arithmetic is safe.
-        params = {"q_offset": 0 if own else max(-queries, min(offset + right, keys))}
-    if masks.key_lengths is not None:
-        parts.append("lengths")
-    if packed:
-        parts.append("packed")
-        params["q_offset_given"] = int(not own)
-        params.setdefault("q_offset", 0)
-    if masks.key_mask is not None:
-        parts.append("keys")
-    if chosen.block_mask is not None:
-        parts.append("blocks")
-    digest = None if chosen.block_mask is None else chosen.block_mask.digest
-    return MaskSpec(tuple(parts), tuple(params.items()), digest)
-
-
-def _check_packed(inputs: Inputs, chosen: Options, masks: MaskArrays) -> None:
-    """What packed sequences need, and what they do not go with."""
-    for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
-        if getattr(masks, name) is None:
-            raise ValueError(
-                f"{other} came without {name}; packed sequences need both, even where queries and keys have the same "
-                f"lengths: pass {name}={other} then"
-            )
-    excluded = [name for name in ("key_lengths", "key_mask") if getattr(masks, name) is not None]
-    if chosen.block_mask is not None:
-        excluded.append("block_mask")
-    if excluded:
-        raise NotImplementedError(
-            f"{excluded[0]} with cu_seqlens_q and cu_seqlens_k: packed sequences are built alone and with causal, "
-            f"window and q_offset; leave keys out of the packed arrays, or pad and use {excluded[0]}"
-        )
-    for view in inputs:
-        if len(view.shape) != 3:
-            raise ValueError(
-                f"{view.name}: shape {view.shape} has {len(view.shape)} axes; with cu_seqlens_q and cu_seqlens_k "
-                f"allowed are 3, (rows of all sequences, heads, head dim)"
-            )
-
-
-def _check_mask_shapes(masks: MaskArrays, batch: int, keys: int, rank: int) -> None:
-    expected = {"key_lengths": (batch,), "key_mask": (batch, keys) if rank == 4 else (keys,)}
+def _check_mask_arrays(masks: MaskArrays, extents: rules.Extents) -> None:
+    """Check shapes and strides of those that were given."""
     for name, view in zip(MASK_ARRAYS, masks, strict=True):
         if view is None:
             continue
-        if name in expected and view.shape != expected[name]:
-            what = "one length per batch entry" if name == "key_lengths" else "one value per batch entry and key"
-            raise ValueError(f"{name}: shape {view.shape}, but there is {what}: expected {expected[name]}")
-        if name not in expected and (len(view.shape) != 1 or view.shape[0] < 2):
-            raise ValueError(
-                f"{name}: shape {view.shape}; allowed is (S + 1,) for S sequences, at least one: 0, and where each of "
-                f"them ends"
-            )
-        # A mask of keys is packed before it is used, which takes any strides; the others are read as they lie.
-        if name != "key_mask" and view.strides != compact_strides(view.shape):
+        if misfit := rules.ARRAYS[name].misfit(view.shape, extents):
+            raise ValueError(f"{name}: shape {view.shape}{misfit}")
+        if not rules.ARRAYS[name].bits and view.strides != compact_strides(view.shape):
             library = arrays.native(view)
             copy = f"{name}.contiguous()" if library == "torch" else f"{library}.ascontiguousarray({name})"
             raise ValueError(
                 f"{name}: stride {view.strides[0]} between its {view.shape[0]} elements; allowed is 1, a contiguous "
                 f"array. Pass {copy}"
             )
-    q, k = masks.cu_seqlens_q, masks.cu_seqlens_k
-    if q is not None and k is not None and q.shape != k.shape:
-        raise ValueError(
-            f"cu_seqlens_k: {k.shape[0]} entries, but cu_seqlens_q has {q.shape[0]}; both describe the same sequences"
-        )
 
 
-def _check_pattern(pattern: BlockPattern, heads: int, queries: int, keys: int) -> None:
-    if pattern.heads not in (1, heads):
-        raise ValueError(
-            f"block_mask is a pattern of {pattern.heads} heads, but the inputs have {heads} query heads; allowed are "
-            f"as many, and 1 for all of them. pattern.select picks heads"
-        )
-    if (pattern.queries, pattern.keys) != (queries, keys):
-        raise ValueError(
-            f"block_mask is a pattern for {pattern.queries} query rows and {pattern.keys} keys, but the inputs have "
-            f"{queries} and {keys}; make it for their size"
-        )
-
-
-def mask_values(problem: Problem, values: dict[str, NDArray[Any]]) -> None:
-    """Check what mask arrays hold, where that can be read: kernels on a GPU clamp it instead."""
-    lengths = values.get("key_lengths")
-    if lengths is not None and lengths.size and not (lengths.min() >= 0 and lengths.max() <= problem.keys):
-        worst = int(np.argmax((lengths < 0) | (lengths > problem.keys)))
-        raise ValueError(
-            f"key_lengths[{worst}] is {lengths.flat[worst]}; allowed are 0 to {problem.keys}, the number of keys"
-        )
-    for name, total, what in (("cu_seqlens_q", problem.queries, "rows"), ("cu_seqlens_k", problem.keys, "keys")):
-        bounds = values.get(name)
-        if bounds is None:
-            continue
-        if bounds[0] != 0:
-            raise ValueError(f"{name} begins with {bounds[0]}; it must begin with 0, where the first sequence starts")
-        steps = np.diff(bounds)
-        if (steps < 0).any():
-            at = int(np.argmax(steps < 0))
-            raise ValueError(
-                f"{name} falls from {bounds[at]} to {bounds[at + 1]} at position {at + 1}; it holds the ends of "
-                f"sequences that lie one after the other, so it never falls (equal entries are empty sequences)"
-            )
-        if bounds[-1] > total:
-            raise ValueError(
-                f"{name} ends at {bounds[-1]}, but there are {total} {what}; it ends at their number, or before it "
-                f"where padding follows"
-            )
+def _shapes(masks: MaskArrays | None) -> dict[str, tuple[int, ...]]:
+    return {name: view.shape for name, view in zip(MASK_ARRAYS, masks or (), strict=False) if view is not None}
 
 
 def same_place(first: ArrayView, view: ArrayView) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import patterns
-from streamkl_cupy.masks import MASKS
 from streamkl_cupy.portions import portions, survey
+from streamkl_cupy.rules import masks
+from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.source import cuda_root, flatten
 from streamkl_cupy.structs import EXTENTS, FORWARD, MASK_WORDS, row_tiles
 
@@ -157,19 +158,57 @@ def compiled(path: Path, text: str) -> Walker:
     return ctypes.CDLL(str(path.with_suffix(".so"))).walk_all  # type: ignore[no-any-return]
 
 
+def complaint(folder: Path, parts: tuple[str, ...], line: str = "") -> str:
+    """What the compiler says of a mask of these parts, and of a line behind it; empty where it is content."""
+    assert COMPILER
+    entries = [MASKS[name] for name in parts]
+    root = folder / "cuda_src"
+    shutil.copytree(cuda_root(), root, dirs_exist_ok=True)
+    (root / "common/search.cuh").write_text(SEARCH)
+    (root / "kernels/ask.cu").write_text(f'#include "@mask"\nusing Asked = Mask;\n{line}\n')
+    constants = {
+        "SKL_ROWS": 64, "SKL_COLUMNS": 64, "SKL_WARPS": 4, "SKL_WARP_TILES": 1, "SKL_STAGES": 1,
+        "SKL_ROWS_ARE_QUERIES": 1, "SKL_MASK_PARTS": ", ".join(part.struct for part in entries),
+    }  # fmt: skip
+    slots = {"mask": (*(part.header for part in entries), "masks/all.cuh")}
+    text = (
+        SHIM
+        + flatten("kernels/ask.cu", constants, slots, root, FORWARD.text)
+        + "static const int size = sizeof(Asked);\n"
+    )
+    done = subprocess.run(
+        [COMPILER, "-std=c++17", "-w", "-fsyntax-only", "-x", "c++", "-"], input=text, capture_output=True, text=True
+    )
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_registry_says_what_the_header_says(tmp_path: Path, name: str) -> None:
+    part = MASKS[name]
+    facts = {"kKnowsQueries": part.knows_queries, "kListed": part.listed, "kSparse": part.holes is not None}
+    # A word for each integer and array; a list has pointers of its own besides.
+    if not part.listed:
+        facts["kWords"] = len(part.params) + len(part.arrays)
+    line = " ".join(f'static_assert({part.struct}::{fact} == {int(x)}, "{fact}");' for fact, x in facts.items())
+    assert complaint(tmp_path, (name,), line) == ""
+    assert "kListed" in complaint(tmp_path, (name,), line.replace("kListed ==", "kListed !="))
+
+
+def test_parts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    """What the mask's own functions take for granted of its parts."""
+    assert complaint(tmp_path, ("causal", "blocks")) == ""
+    assert "ask parts one by one" in complaint(tmp_path, ("causal", "window"))
+    assert complaint(tmp_path, masks.together()) == ""
+
+
 CASES = [
     (),
-    ("causal",),
-    ("window",),
-    ("lengths",),
-    ("keys",),
+    *((name,) for name in MASKS),
     ("window", "lengths", "keys"),
-    ("blocks",),
     ("causal", "blocks"),
-    ("window", "lengths", "keys", "blocks"),
-    ("packed",),
     ("causal", "packed"),
     ("window", "packed"),
+    masks.together(),
 ]
 TILES = [(48, 32), (128, 96)]
 

@@ -15,24 +15,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import streamkl_cupy
-from streamkl_cupy import calls, masks, numpy_backend, patterns, validate
-from streamkl_cupy.masks import MASKS, Scene
+from streamkl_cupy import calls, numpy_backend, patterns, validate
 from streamkl_cupy.problem import INPUT_NAMES, MASK_ARRAYS, Options
+from streamkl_cupy.rules import masks
+from streamkl_cupy.rules.masks import MASKS, Scene
 from streamkl_cupy.testing import reference
-from streamkl_cupy.testing.problems import Case, make, upstream
+from streamkl_cupy.testing.problems import MASK_OPTIONS, Case, cumulative, make, pattern, upstream
 
 Array = NDArray[Any]
 
-# What combines with what: each word adds its options, `mask_options` says which.
+# Each part, and what combines with what: each word adds its options, `mask_options` says which.
 KINDS = (
-    "window",
+    *MASKS,
     "window causal",
     "window offset",
-    "lengths",
-    "keys",
-    "blocks",
     "head blocks",
-    "packed",
     "packed causal",
     "packed window",
     "packed offset",
@@ -47,43 +44,17 @@ KINDS = (
 )
 
 
-def cumulative(lengths: list[int]) -> Array:
-    return np.cumsum([0, *lengths]).astype(np.int32)
-
-
-def split(rng: np.random.Generator, total: int, sequences: int) -> Array:
-    """Bounds of sequences within `total` rows; some are empty, and some rows may be left at the end."""
-    return np.sort(np.r_[0, rng.integers(0, total + 1, sequences)]).astype(np.int32)
-
-
-def random_pattern(rng: np.random.Generator, heads: int, M: int, N: int) -> patterns.BlockPattern:
-    block = tuple(int(x) for x in rng.choice([16, 32, 48, 128], 2))
-    shape = (heads, -(-M // block[0]), -(-N // block[1]))
-    return patterns.from_dense(rng.random(shape) < 0.4, queries=M, keys=N, block=(block[0], block[1]))
-
-
 def mask_options(rng: np.random.Generator, kind: str, B: int, H: int, M: int, N: int) -> dict[str, Any]:
     """Random options of a kind, for inputs of these extents."""
     words, found = kind.split(), dict[str, Any]()
-    if "causal" in words:
-        found["causal"] = True
-    if "window" in words:
-        sides = [[None, -1, 0, 1, 17, M, 10**6][i] for i in rng.integers(0, 7, 2)]
-        found["window"] = tuple(sides)
+    for word in words:
+        if word not in ("offset", "head"):
+            found |= MASK_OPTIONS[word](rng, B, M, N)
     if "offset" in words:
         found.setdefault("causal", "window" not in words)
         found["q_offset"] = int(rng.integers(-M - 3, N + 3))
-    if "lengths" in words:
-        lengths = rng.integers(0, N + 1, B)
-        lengths[rng.random(B) < 0.2] = 0
-        found["key_lengths"] = lengths.astype(np.int32)
-    if "keys" in words:
-        found["key_mask"] = rng.random((B, N)) < rng.choice([0.05, 0.5, 0.95])
-    if "blocks" in words:
-        found["block_mask"] = random_pattern(rng, H if "head" in words else 1, M, N)
-    if "packed" in words:
-        sequences = int(rng.integers(1, 7))
-        found["cu_seqlens_q"], found["cu_seqlens_k"] = split(rng, M, sequences), split(rng, N, sequences)
+    if "head" in words:
+        found["block_mask"] = pattern(rng, H, M, N)
     return found
 
 
@@ -532,7 +503,7 @@ def test_parts_say_what_the_reference_says(rng: np.random.Generator, kind: str) 
         spec = validate.to_problem(views, validate.options(**options), seen).mask
         parts = masks.parts_of(spec)
         assert [part.name for part in parts] == [name for name in MASKS if name in spec.parts]
-        scene = Scene(M, N, dict(spec.params), pattern=spec.pattern, heads=range(H), **arrays)
+        scene = Scene(M, N, dict(spec.params), pattern=spec.pattern, heads=range(H), arrays=arrays)
         dense = np.broadcast_to(reference.visible(B, H, M, N, **options, **arrays), (B, H, M, N))
         found = np.broadcast_to(masks.visible(parts, scene, np.arange(M), np.arange(N)), dense.shape)
         np.testing.assert_array_equal(found, dense)

@@ -30,29 +30,29 @@ def check(listed: list[catalogue.Entry]) -> None:
 
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
 def test_the_hardest_of_each_kind(arch: str) -> None:
-    check(catalogue.hardest(catalogue.entries(arch, masks=catalogue.MASKS)[0]))
+    check(catalogue.hardest(catalogue.entries(arch, masks=catalogue.MASK_CASES)[0]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
 def test_every_kernel_of_the_catalogue(arch: str) -> None:
-    check(catalogue.entries(arch, masks=catalogue.MASKS)[0])
+    check(catalogue.entries(arch, masks=catalogue.MASK_CASES)[0])
 
 
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
 def test_every_problem_of_the_catalogue_has_a_plan(arch: str) -> None:
-    listed, refused = catalogue.entries(arch, masks=catalogue.MASKS)
+    listed, refused = catalogue.entries(arch, masks=catalogue.MASK_CASES)
     assert refused == []
     constants = [dict(e.kernel.constants) for e in listed if e.kernel.name != "key_bits"]
     assert {(c["SKL_T_DIM"], c["SKL_S_DIM"]) for c in constants} == set(catalogue.DIMS)
-    assert len({c["SKL_MASK_PARTS"] for c in constants}) == len(catalogue.MASKS)
+    assert len({c["SKL_MASK_PARTS"] for c in constants}) == len(catalogue.MASK_CASES)
     passes = {"teacher", "student"} if arch == "sm_90" else set()
     gradients = {"teacher_q", "teacher_k", "student_q", "student_k"}
     assert {e.kernel.name for e in listed} == {"forward", "key_bits"} | gradients | passes
 
 
 def test_the_hardest_cover_every_tile() -> None:
-    listed, _ = catalogue.entries("sm_80", masks=catalogue.MASKS)
+    listed, _ = catalogue.entries("sm_80", masks=catalogue.MASK_CASES)
     hard = catalogue.hardest(listed)
     assert {(e.kernel.name, e.kernel.tile) for e in hard} == {(e.kernel.name, e.kernel.tile) for e in listed}
     assert len(hard) < len(listed) / 10

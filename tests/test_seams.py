@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamkl_cupy.masks import MASKS
 from streamkl_cupy.rules.divergences import DIVERGENCES
+from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.source import cuda_root
 
 # Some names of parts are English words besides. Kernels may use those, but no part's struct.
@@ -77,6 +77,16 @@ def test_no_source_needs_a_toolkit_header() -> None:
 @pytest.mark.parametrize("name", sorted(MASKS))
 def test_mask_has_its_header(name: str) -> None:
     assert (ROOT / MASKS[name].header).is_file()
+
+
+def test_only_the_last_part_may_have_lists() -> None:
+    """Kernels read pointers of lists behind the words of all parts."""
+    assert not any(part.listed for part in list(MASKS.values())[:-1])
+
+
+def test_only_one_array_is_packed_to_bits() -> None:
+    """They lie at the start of the workspace."""
+    assert sum(array.bits for part in MASKS.values() for array in part.arrays) <= 1
 
 
 @pytest.mark.parametrize("name", sorted(DIVERGENCES))

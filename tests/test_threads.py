@@ -55,7 +55,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Set:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 8 x 16, however many threads there are."""
     for name, value in {
-        "SHORTEST_QUERY_TILE": 8,
         "QUERY_TILE": 8,
         "KEY_TILE": 16,
         "BLOCK_ELEMENTS": 1024,

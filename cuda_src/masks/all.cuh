@@ -23,6 +23,8 @@ struct AllOf : Parts... {
     static constexpr bool kSparse = (false || ... || Parts::kSparse);
     static constexpr bool kHoles = (false || ... || Parts::kHoles);
     static constexpr bool kListed = (false || ... || Parts::kListed);
+    static_assert((0 + ... + Parts::kKnowsQueries) <= 1, "key_seen and query_seen ask parts one by one: see there");
+    static_assert((0 + ... + Parts::kListed) <= 1, "a block walks one list");
     using List = typename ListOf<Parts...>::Type;
     Place place;
 

@@ -4,6 +4,7 @@
 
 struct Causal : Part {
     static constexpr int kWords = 1;
+    static constexpr bool kKnowsQueries = true;
     int offset;  // the host keeps it within [-M, N], which changes no result
     __device__ Causal(Words& words, const Extents&, const Place& place, int, int) : offset(words.number() + place.diagonal) {}
     __device__ Range keys_of(int, int q1) const { return {0, q1 + offset}; }

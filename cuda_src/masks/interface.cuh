@@ -18,6 +18,7 @@
 //   kSparse   rows and keys inside the intervals may still see nothing
 //   kHoles    so may whole tiles: `touches` can be false
 //   kListed   the tiles to visit stand in a list; which portion a block has follows from one too
+//   kKnowsQueries   rows of one strip of 16 see other keys
 //
 // Kernels visit the tiles that the intervals, the list and `touches` leave, test `visible` only on tiles that are not full,
 // and fill operand rows that are not seen with zeros, so whatever such memory holds never enters a product.
@@ -59,7 +60,7 @@ struct TileEntry {
 };
 
 struct Part {
-    static constexpr bool kRagged = false, kSparse = false, kHoles = false, kListed = false;
+    static constexpr bool kRagged = false, kSparse = false, kHoles = false, kListed = false, kKnowsQueries = false;
     static constexpr int kWords = 0;
     template <int ROWS, bool QUERIES>
     __device__ static void locate(Words, const Extents&, int, Portion&, Place&) {}

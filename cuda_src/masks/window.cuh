@@ -4,6 +4,7 @@
 
 struct Window : Part {
     static constexpr int kWords = 3;
+    static constexpr bool kKnowsQueries = true;
     int low, high;  // row i sees [i + low, i + high]
     // Clipped to where every row sees everything on that side, or nothing, so that sums stay below 2^31.
     __device__ Window(Words& words, const Extents&, const Place& place, int, int) {

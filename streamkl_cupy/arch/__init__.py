@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from ..masks import parts_of
 from ..problem import Operand, Problem, Side
 from ..rules.divergences import DIVERGENCES
+from ..rules.masks import parts_of, registers
 from ..structs import Regions, Struct, split_states
 
 ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -78,17 +78,12 @@ class Work:
         """Statistics that travel with each streamed query: two log-sum-exps, the upstream gradient, the value."""
         if not self.rows_are_keys:
             return 0
-        return 4 if self.name.startswith("teacher") else 3
+        return 3 + (self.name.partition("_")[0] in DIVERGENCES[self.problem.divergence].needs_value)
 
     @property
     def mask_level(self) -> int:
         """How many registers a mask takes: 0 a bound, 1 an interval or places, 2 pairs apart, 3 all of that."""
-        parts = parts_of(self.problem.mask)
-        if len(parts) > 2:
-            return 3
-        if any(part.holes for part in parts):
-            return 2
-        return int(self.problem.mask.parts not in ((), ("causal",), ("lengths",)))
+        return registers(parts_of(self.problem.mask))
 
     @property
     def sides(self) -> tuple[Side, Side]:

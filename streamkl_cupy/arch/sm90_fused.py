@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..masks import parts_of
+from ..rules.masks import parts_of
 from ..structs import row_tiles
 from . import TileRow, Work
 

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from .. import arrays, cache, catalogue, install, settings
-from ..catalogue import DIMS, ELEMENT_TYPES, MASKS, PLAIN, Built
+from ..catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, Built
 from ..compile import supported_archs
 from ..errors import CompilerError
 from . import report
@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--masks",
         nargs="+",
-        choices=MASKS,
+        choices=MASK_CASES,
         default=PLAIN,
         metavar="MASK",
-        help=f"of {', '.join(MASKS)}; default: {' '.join(PLAIN)}",
+        help=f"of {', '.join(MASK_CASES)}; default: {' '.join(PLAIN)}",
     )
     parser.add_argument("--jobs", type=int, metavar="N", help="processes; default: one per core")
     parser.add_argument("--force", action="store_true", help="compile anew what the cache has, too")

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..elements import narrow, widen
-from ..masks import Scene
 from ..problem import Side
+from ..rules.masks import Scene
 from ..threads import Turn
 from .plan import NumPyPlan
 

@@ -10,6 +10,7 @@ import numpy as np
 from .. import threads
 from ..problem import Problem, counted
 from ..rules.divergences import DIVERGENCES
+from ..rules.masks import differs_by_entry, parts_of
 
 # Measured at N = 4096, D = 64, float32 on one Zen 4 core: 79 ms for the forward with 1024 x 512, 83 with 512 x 512, 88
 # with 256 x 512 and 96 with 128 x 512. Taller still would waste work under a causal mask, where a block computes about
@@ -17,7 +18,6 @@ from ..rules.divergences import DIVERGENCES
 QUERY_TILE, KEY_TILE = 1024, 512
 BLOCK_ELEMENTS = QUERY_TILE * KEY_TILE
 LONGEST_KEY_TILE = 2048
-SHORTEST_QUERY_TILE = 128
 
 # For threads, blocks get shorter until there are a few for each, because whoever has the last one is waited for.
 BLOCKS_PER_THREAD = 2
@@ -78,7 +78,7 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
         if threads > 1:
             room = min(room, -(-problem.batch * problem.heads // (BLOCKS_PER_THREAD * threads)))
         heads = min(problem.heads, max(room // unit * unit, 1))
-        if heads == problem.heads and not {"lengths", "keys"} & set(problem.mask.parts):
+        if heads == problem.heads and not differs_by_entry(parts_of(problem.mask)):
             batches = max(min(problem.batch, room // heads), 1)
     blocks = -(-problem.batch // batches) * -(-problem.heads // heads) * -(-M // m)
     buffers = _buffers(problem, batches * heads, m, n)
@@ -112,13 +112,10 @@ def _shared(heads: int, rows: int, threads: int) -> int:
 
 def _tallest(problem: Problem, rows: int) -> int:
     """Rows of a block beyond which it would mostly compute pairs that the mask hides."""
-    tallest, mask = QUERY_TILE, problem.mask
-    if "causal" in mask.parts:
-        tallest = min(tallest, max(rows // 16, SHARED_QUERY_TILE))
-    if "window" in mask.parts and mask["left"] >= 0 and mask["right"] >= 0:
-        tallest = max((mask["left"] + mask["right"]) // 2, SHORTEST_QUERY_TILE)
-    if mask.pattern is not None:
-        tallest = min(tallest, mask.pattern.query_block)
+    tallest = QUERY_TILE
+    for part in parts_of(problem.mask):
+        if part.tallest is not None:
+            tallest = min(tallest, part.tallest(problem.mask, rows))
     return tallest
 
 

@@ -30,12 +30,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from .. import masks as rules
-from .. import validate
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
 from ..elements import narrow
-from ..masks import Scene
 from ..problem import INPUT_NAMES, MASK_ARRAYS, Problem
+from ..rules import masks as rules
 from ..rules.divergences import DIVERGENCES
 from ..threads import Team, Turn
 from .block import LOG2E, Array, Block, Half, Place, Scratch, Tile, Totals, canonical, rows_at, slices
@@ -238,29 +236,22 @@ class Runner:
         """The sequences, or the whole, with the mask's values checked, and how many threads share them."""
         p = self.problem
         values = {name: host(x) for name, x in zip(MASK_ARRAYS, masks or (), strict=False) if x is not None}
-        validate.mask_values(p, values)
+        rules.check_values(p, values)
         params = dict(p.mask.params)
-        if not p.sequences:
-            scene = Scene(
-                p.queries,
-                p.keys,
-                params,
-                values.get("key_lengths", np.zeros(0, np.int32)),
-                np.atleast_2d(values.get("key_mask", np.zeros((0, 0), np.bool_))),
-                p.mask.pattern,
-            )
+        packing = rules.packing(values)
+        if packing is None:
+            scene = rules.Scene(p.queries, p.keys, params, rules.by_entry(values), p.mask.pattern)
             plan = self.plan
             return [Place(slice(0, p.queries), slice(0, p.keys), scene, plan)], plan.threads
-        q_ends, k_ends = (list(itertools.pairwise(values[name].tolist())) for name in ("cu_seqlens_q", "cu_seqlens_k"))
-        sizes = [(q[1] - q[0], k[1] - k[0]) for q, k in zip(q_ends, k_ends, strict=True)]
-        scores = sum(M * N for M, N in sizes)
-        count = threads_for(p.heads * scores, scores / max(len(sizes), 1))
-        each = -(-count // max(len(sizes), 1))
-        plans = {(M, N): make_plan(p, M, N, each) for M, N in set(sizes)}
-        places = []
-        for q, k, (M, N) in zip(q_ends, k_ends, sizes, strict=True):
-            own = params if params["q_offset_given"] else {**params, "q_offset": N - M}
-            places.append(Place(slice(*q), slice(*k), Scene(M, N, own), plans[M, N]))
+        scenes = [
+            (segment, rules.Scene(segment.q.stop - segment.q.start, segment.k.stop - segment.k.start, segment.params))
+            for segment in packing.segments(values, params)
+        ]
+        scores = sum(scene.queries * scene.keys for _, scene in scenes)
+        count = threads_for(p.heads * scores, scores / max(len(scenes), 1))
+        each = -(-count // max(len(scenes), 1))
+        plans = {(M, N): make_plan(p, M, N, each) for M, N in {(scene.queries, scene.keys) for _, scene in scenes}}
+        places = [Place(x.q, x.k, scene, plans[scene.queries, scene.keys]) for x, scene in scenes]
         return places, max(min(count, sum(place.plan.blocks for place in places)), 1)
 
     def _groups(self, place: Place) -> Iterator[tuple[slice, slice]]:
@@ -284,9 +275,7 @@ class Runner:
                 yield Tile(k, None)
             return
         scene = place.scene._replace(
-            key_lengths=place.scene.key_lengths[at.b],
-            key_mask=place.scene.key_mask[at.b],
-            heads=range(at.h.start, at.h.stop),
+            arrays={name: x[at.b] for name, x in place.scene.arrays.items()}, heads=range(at.h.start, at.h.stop)
         )
         k0, k1 = rules.key_range(self._mask, scene, q0, q1)
         some = rules.holes(self._mask, scene, q0, q1, k0, k1)

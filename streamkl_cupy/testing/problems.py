@@ -10,12 +10,13 @@ whatever framework, changes nothing and a float64 reference sees the very same n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import patterns
 from .reference import rounded
 
 Array = NDArray[Any]
@@ -100,6 +101,48 @@ def make(
     return Case(
         name, (a, b, c, d), {**own, "layout": layout, **options}, pair, recipe.hard, recipe.hard or recipe.cancels
     )
+
+
+def cumulative(lengths: Sequence[int]) -> Array:
+    """Where sequences of these lengths begin and end, as packed ones need it."""
+    return np.cumsum([0, *lengths]).astype(np.int32)
+
+
+def pattern(rng: np.random.Generator, heads: int, M: int, N: int) -> patterns.BlockPattern:
+    """A random one, of blocks of any size."""
+    block = tuple(int(x) for x in rng.choice([16, 32, 48, 128], 2))
+    shape = (heads, -(-M // block[0]), -(-N // block[1]))
+    return patterns.from_dense(rng.random(shape) < 0.4, queries=M, keys=N, block=(block[0], block[1]))
+
+
+def _window(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
+    return {"window": tuple([None, -1, 0, 1, 17, M, 10**6][i] for i in rng.integers(0, 7, 2))}
+
+
+def _key_lengths(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
+    lengths = rng.integers(0, N + 1, B)
+    lengths[rng.random(B) < 0.2] = 0
+    return {"key_lengths": lengths.astype(np.int32)}
+
+
+def _cu_seqlens(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
+    """Some sequences are empty, and some rows and keys may be left at the end."""
+    sequences = int(rng.integers(1, 7))
+    return {
+        name: np.sort(np.r_[0, rng.integers(0, total + 1, sequences)]).astype(np.int32)
+        for name, total in (("cu_seqlens_q", M), ("cu_seqlens_k", N))
+    }
+
+
+# Random options that ask for each part of masks, for inputs of these extents.
+MASK_OPTIONS: dict[str, Callable[[np.random.Generator, int, int, int], dict[str, Any]]] = {
+    "causal": lambda rng, B, M, N: {"causal": True},
+    "window": _window,
+    "lengths": _key_lengths,
+    "packed": _cu_seqlens,
+    "keys": lambda rng, B, M, N: {"key_mask": rng.random((B, N)) < rng.choice([0.05, 0.5, 0.95])},
+    "blocks": lambda rng, B, M, N: {"block_mask": pattern(rng, 1, M, N)},
+}
 
 
 def upstream(rng: np.random.Generator, shape: tuple[int, ...], kind: str = "mixed") -> Array:

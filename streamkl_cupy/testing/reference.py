@@ -164,8 +164,8 @@ def visible(
 ) -> Array:
     """The dense boolean mask that the options of `attention_kl` stand for, to broadcast to (B, H, M, N).
 
-    It says anew what masks.py says for tiles, so that each can be held against the other. M and N of packed sequences
-    count all of them.
+    It says anew what the parts of masks say for tiles, so that each can be held against the other. M and N of packed
+    sequences count all of them.
     """
 
     def band(m: int, n: int) -> Array:

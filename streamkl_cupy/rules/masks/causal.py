@@ -1,0 +1,35 @@
+"""Row i sees keys j <= i + q_offset; unless given, N - M: the last row sees the last key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .diagonal import band_of
+from .interface import Asked, Part
+
+# Rows of a block: below this many its products are short, and threads would share more of them.
+LEAST_ROWS = 256
+
+
+def _asked(asked: Asked) -> Mapping[str, int] | None:
+    band, extents = band_of(asked), asked.extents
+    if not band.one_sided or band.right < 0:
+        return None
+    # Beyond these ends nothing changes any more, and 32-bit kernel arithmetic is safe.
+    return {"q_offset": 0 if band.own else max(-extents.queries, min(band.offset + band.right, extents.keys))}
+
+
+PART = Part(
+    name="causal",
+    header="masks/causal.cuh",
+    struct="Causal",
+    params=("q_offset",),
+    arrays=(),
+    asked=_asked,
+    visible=lambda scene, rows, keys: keys - rows <= scene.params["q_offset"],
+    key_range=lambda scene, q0, q1: (0, q1 + scene.params["q_offset"]),
+    full=lambda scene, q0, q1, k0, k1: k1 - 1 <= q0 + scene.params["q_offset"],
+    registers=0,
+    knows_queries=True,
+    tallest=lambda mask, rows: max(rows // 16, LEAST_ROWS),
+)

@@ -1,0 +1,28 @@
+"""Batch entry b has the keys with key_mask[b, j]."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .interface import Extents, MaskArray, Part, Shape
+
+
+def _misfit(shape: Shape, extents: Extents) -> str:
+    expected = (extents.batch, extents.keys) if extents.rank == 4 else (extents.keys,)
+    return "" if shape == expected else f", but there is one value per batch entry and key: expected {expected}"
+
+
+PART = Part(
+    name="keys",
+    header="masks/key_bits.cuh",
+    struct="KeyBits",
+    params=(),
+    arrays=(MaskArray("key_mask", "bool", 1, _misfit, lambda values, extents: None, bits=True),),
+    asked=lambda asked: {} if "key_mask" in asked.shapes else None,
+    visible=lambda scene, rows, keys: scene.arrays["key_mask"][:, None, None, keys],
+    key_range=lambda scene, q0, q1: (0, scene.keys),
+    full=lambda scene, q0, q1, k0, k1: bool(scene.arrays["key_mask"][:, k0:k1].all()),
+    holes=lambda scene, q0, q1, k0, k1: np.logical_or.reduce(scene.arrays["key_mask"][:, k0:k1], axis=0),
+    registers=2,
+    beside=("lengths",),
+)
