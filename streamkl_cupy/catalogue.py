@@ -24,9 +24,11 @@ from typing import Any, NamedTuple
 
 from . import cache, patterns
 from . import compile as compiler
-from .arch import PLANES
 from .errors import CompilerError
-from .planning import KernelPlan, facts_for_arch, make_plan
+from .gpus import facts_for_arch
+from .kernels.base import PLANES, KernelPlan
+from .kernels.portions import Schedule
+from .planning import make_plan
 from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from .rules.masks import MASKS, together
 from .threads import usable_cores
@@ -177,10 +179,10 @@ def entries(
                 except NotImplementedError as reason:
                     refused.append(f"{label}: {reason}")
                     continue
-                passes = [fused.kernels[1] for fused in plan.fused] + ([plan.key_bits] if plan.key_bits else [])
+                passes = [fused.main for fused in plan.fused] + ([plan.key_bits] if plan.key_bits else [])
                 for kernel in (plan.forward, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.
-                    compiled = replace(kernel, tiles=0, blocks=0, head_group=1, splits=1)
+                    compiled = replace(kernel, blocks=0, schedule=Schedule())
                     found.setdefault(compiled, Entry(f"{kernel.name} {label}", kernel))
     return list(found.values()), refused
 

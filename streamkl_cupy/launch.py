@@ -10,60 +10,30 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache
 from math import inf, prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arch import ELEMENT_BYTES, SIDES, DeviceFacts
 from .compile import import_cupy, load
 from .errors import CaptureError, DriverError
-from .planning import KernelPlan, Plan, make_plan
+from .gpus import device_facts
+from .kernels.base import ELEMENT_BYTES, KernelPlan, Work
+from .kernels.tensor_maps import encode
+from .planning import Plan, Step, make_plan
 from .problem import INPUT_NAMES, Operand, Problem, canonical_strides
 from .rules.masks import parts_of
 from .structs import KEY_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
-from .tensor_maps import encode
 
 if TYPE_CHECKING:
-    from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved
+    from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved
     from .pattern_memory import Lists
 
 LOG2E = 1.4426950408889634
-UNSPLIT = "unsplit forward"
 
-# Values of a row as results and saved rows name them.
-_VIEWS = {"value": "kl"}
-_out_rows = attrgetter(*(_VIEWS.get(name, name) for name in OUT_ROWS))
-_saved_rows = attrgetter(*(_VIEWS.get(name, name) for name in SAVED_ROWS))
-_OUT_POINTERS = tuple(f"{name}.pointer" for name in OUT_ROWS)
+# What a backward reads of each row, as the arguments have it.
+_saved_rows = attrgetter(*("kl" if name == "value" else name for name in SAVED_ROWS))
 _AXES = ("batch", "head", "row", "column")
-
-
-@lru_cache(maxsize=64)
-def device_facts(index: int) -> DeviceFacts:
-    """Facts of an installed GPU.
-
-    Raises:
-        CompilerError: there is no CuPy.
-        DriverError: there is no driver or no such GPU.
-    """
-    cupy = import_cupy()
-    runtime = cupy.cuda.runtime
-    try:
-        properties = runtime.getDeviceProperties(index)
-        smem_per_block = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, index)
-    except runtime.CUDARuntimeError as error:
-        raise DriverError(
-            f"GPU {index} cannot be used: {error}. Check nvidia-smi for a driver and a device, "
-            "or pass NumPy arrays to compute on the CPU"
-        ) from error
-    return DeviceFacts(
-        compute_capability=(properties["major"], properties["minor"]),
-        smem_per_block=smem_per_block,
-        multiprocessors=properties["multiProcessorCount"],
-        name=properties["name"].decode(),
-    )
 
 
 @lru_cache(maxsize=64)
@@ -132,14 +102,13 @@ class _Kernel:
         self._lists = _tile_lists(problem, plan)
         self._template = template(problem, plan, self._lists.pointers if self._lists else ())
         self._type = ctypes.c_uint64 * (args.size // 8)
-        self._words = dict(args.words)
-        if args is not KEY_BITS:
-            mask = args.words["mask"]
+        # Of a tensor, its address.
+        self._words = {name.removesuffix(".pointer"): word for name, word in args.words.items()}
+        if "mask" in self._words:
+            mask = self._words["mask"]
             self._words |= {name: mask + i for i, name in _mask_words(problem)[1]}
-        self._operands = tuple(
-            self._words[f"{name}.pointer"] for name in INPUT_NAMES if f"{name}.pointer" in self._words
-        )
-        self._rows = 8 * self._words.get(f"{SAVED_ROWS[0]}.pointer", 0)
+        self._operands = tuple(self._words[name] for name in INPUT_NAMES if name in self._words)
+        self._rows = 8 * self._words.get(SAVED_ROWS[0], 0)
 
     def __call__(
         self, inputs: tuple[int, ...], others: Iterable[tuple[str, int]], stream: int, rows: bytes = b""
@@ -185,6 +154,15 @@ class _Maps(dict[int, bytes]):
         return self.setdefault(pointer, encode(pointer, *self._shape))
 
 
+class Request(NamedTuple):
+    """What a call runs: loaded kernels with their steps, and the results that no kernel writes."""
+
+    launches: tuple[tuple[_Kernel, Step], ...]
+    bits: _Kernel | None
+    """Packs a mask of keys first."""
+    zeros: tuple[str, ...] = ()
+
+
 class Runner:
     """A Problem made ready for one GPU. Thread-safe: calls share nothing that they change."""
 
@@ -195,20 +173,20 @@ class Runner:
         self.problem = problem
         self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
         self.workspace_bytes = self.plan.workspace_bytes
-        self._kernels: dict[str, _Kernel] = {}
+        self._kernels: dict[tuple[KernelPlan, ...], _Kernel] = {}
+        # By what is wanted and the room for it.
+        self._requests: dict[object, Request] = {}
         arrays = [array for part in parts_of(problem.mask) for array in part.arrays]
         self._mask_arrays = tuple(array.name for array in arrays)
         self._bits = next((array.name for array in arrays if array.bits), "")
-        self._empty_rows = 0 in (problem.batch, problem.heads, problem.queries)
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
         """Compile, load and configure the forward and the gradients `wrt`; nothing is left for a first call to do."""
         with _Current(self._driver, self._context):
-            split = (UNSPLIT, "combine") if self.plan.combine else ()
-            fused = [fused.side for fused in self.plan.fused if all(x in wrt for x in fused.names)]
-            bits = ("key_bits",) if self.plan.key_bits else ()
-            for name in (*bits, "forward", *split, *fused, *wrt):
-                self._kernel(name, None)
+            for workspace in (True, False):
+                self._forward(workspace, None)
+            for room in (None, 0):
+                self._backward(wrt, room, None)
 
     def backward_bytes(self, wrt: tuple[str, ...]) -> int:
         """Bytes of workspace for these gradients."""
@@ -222,43 +200,9 @@ class Runner:
         `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split, and a mask of
         keys cannot be. `masks` has the arrays that the problem's mask names.
         """
-        if self._empty_rows:
-            return
-        name = "forward" if workspace or not self.plan.combine else UNSPLIT
         with _Current(self._driver, self._context):
-            kernel = self._kernels.get(name) or self._kernel(name, stream)
-            combine = None
-            if workspace and self.plan.combine:
-                combine = self._kernels.get("combine") or self._kernel("combine", stream)
-            pointers = [(name, x.ptr) for name, x in zip(_OUT_POINTERS, _out_rows(outputs))]
-            if masks is not None:
-                self._pack_bits(masks, workspace, stream)
-                pointers += self._mask_pointers(masks, workspace)
-            if combine is None:
-                kernel(_addresses(inputs), pointers, stream)
-            else:
-                pointers.append(("workspace", workspace + self.plan.mask_bytes))
-                kernel(_addresses(inputs), pointers, stream)
-                combine(_addresses(inputs), pointers, stream)
-
-    def _pack_bits(self, masks: MaskArrays, workspace: int, stream: int) -> None:
-        """Have a mask of keys packed to bits at the start of the workspace, if there is one."""
-        mask = getattr(masks, self._bits, None)
-        if mask is None or 0 in mask.shape:
-            return
-        if not workspace:
-            raise ValueError(
-                f"workspace: got none; a {self._bits} needs the bytes that workspace_bytes and backward_bytes say"
-            )
-        kernel = self._kernels.get("key_bits") or self._kernel("key_bits", stream)
-        batch = mask.strides[0] if len(mask.strides) > 1 else 0
-        kernel((), (("keys", mask.ptr), ("words", workspace), ("batch", batch), ("column", mask.strides[-1])), stream)
-
-    def _mask_pointers(self, masks: MaskArrays | None, workspace: int) -> list[tuple[str, int]]:
-        """Where kernels find what the mask reads; keys as bits, from the start of the workspace."""
-        if masks is None:
-            return []
-        return [(name, workspace if name == self._bits else getattr(masks, name).ptr) for name in self._mask_arrays]
+            request = self._requests.get(bool(workspace)) or self._forward(bool(workspace), stream)
+            self._run(request, inputs, outputs, stream, workspace, masks)
 
     def backward(
         self,
@@ -275,74 +219,84 @@ class Runner:
         `workspace` is the address of `room` bytes, `backward_bytes(wrt)` unless given. With less than these, blocks
         share no lists, with still less each gradient has its own kernel, and with none a mask of keys cannot be.
         """
-        problem = self.problem
-        wanted = {name: out for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None}
+        wrt = tuple(name for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None)
+        if not workspace:
+            room = 0
+        elif room is not None and room < self.plan.mask_bytes:
+            workspace = 0
         with _Current(self._driver, self._context):
-            # All kernels first: what cannot be built must fail before anything is written.
-            launches: list[tuple[_Kernel, list[tuple[str, int]], int]] = []
-            left = inf if room is None else room - self.plan.mask_bytes
-            memory = workspace + self.plan.mask_bytes if workspace and left >= 0 else 0
-            for fused in self.plan.fused if memory else ():
-                q, k = fused.names
-                share_bytes = fused.kernels[1].share_bytes
-                sums = fused.workspace_bytes - share_bytes
-                if q in wanted and k in wanted and sums <= left:
-                    kernel = self._kernels.get(fused.side) or self._kernel(fused.side, stream)
-                    pointers = [
-                        ("out.pointer", wanted.pop(k).ptr),
-                        ("out_q.pointer", wanted.pop(q).ptr),
-                        ("workspace", memory),
-                    ]
-                    launches.append((kernel, pointers, memory + sums if sums + share_bytes <= left else 0))
-            for name, out in wanted.items():
-                kernel = self._kernels.get(name) or self._kernel(name, stream)
-                if 0 not in out.shape and problem.heads:
-                    launches.append(
-                        (kernel, [("out.pointer", out.ptr)], memory if kernel.plan.share_bytes <= left else 0)
-                    )
-            rows = _row_vectors(problem, saved)
-            if masks is not None and problem.heads:
-                self._pack_bits(masks, memory and workspace, stream)
-            for kernel, pointers, shares in launches:
-                pointers += self._mask_pointers(masks, workspace)
-                pointers += self._share_pointers(kernel.plan, shares, stream)
-                kernel(_addresses(inputs), pointers, stream, rows)
-            for out in wanted.values():
-                if problem.heads == 0 and 0 not in out.shape:
-                    self._runtime.memsetAsync(out.ptr, 0, ELEMENT_BYTES[out.dtype] * prod(out.shape), stream)
+            request = self._requests.get((wrt, room)) or self._backward(wrt, room, stream)
+            self._run(request, inputs, outputs, stream, workspace, masks, _row_vectors(self.problem, saved))
+            for name in request.zeros:
+                out = getattr(outputs, name)
+                self._runtime.memsetAsync(out.ptr, 0, ELEMENT_BYTES[out.dtype] * prod(out.shape), stream)
 
-    def _share_pointers(self, plan: KernelPlan, memory: int, stream: int) -> list[tuple[str, int]]:
-        """Where blocks share lists, if any do and there is memory for it; the counters are cleared."""
-        if not (plan.share_bytes and memory):
-            return []
-        self._runtime.memsetAsync(memory, 0, plan.arrivals_bytes, stream)
-        return [("share_arrivals", memory), ("share_sums", memory + plan.arrivals_bytes)]
+    def _run(
+        self,
+        request: Request,
+        inputs: Inputs,
+        outputs: RowStats | Gradients,
+        stream: int,
+        workspace: int,
+        masks: MaskArrays | None,
+        rows: bytes = b"",
+    ) -> None:
+        addresses = (inputs[0].ptr, inputs[1].ptr, inputs[2].ptr, inputs[3].ptr)
+        read: list[tuple[str, int]] = []
+        if masks is not None and request.launches:
+            if request.bits:
+                self._pack_bits(request.bits, masks, workspace, stream)
+            # Keys as bits, from the start of the workspace.
+            read = [(name, workspace if name == self._bits else getattr(masks, name).ptr) for name in self._mask_arrays]
+        for kernel, step in request.launches:
+            pointers = [(field, getattr(outputs, name).ptr) for field, name in step.outputs]
+            pointers += read
+            if step.workspace is not None:
+                pointers.append(("workspace", workspace + step.workspace))
+            if step.shares is not None:
+                arrivals, size = workspace + step.shares, kernel.plan.schedule.arrivals_bytes
+                self._runtime.memsetAsync(arrivals, 0, size, stream)
+                pointers += (("share_arrivals", arrivals), ("share_sums", arrivals + size))
+            kernel(addresses, pointers, stream, rows)
 
-    def _kernel_plans(self, name: str) -> tuple[KernelPlan, ...]:
-        forward = self.plan.forward
-        if name == UNSPLIT:
-            return (replace(forward, splits=1, blocks=forward.blocks // forward.splits),)
-        if name == "combine" and self.plan.combine:
-            return (self.plan.combine,)
-        if name == "key_bits" and self.plan.key_bits:
-            return (self.plan.key_bits,)
-        for fused in self.plan.fused:
-            if name == fused.side:
-                return fused.kernels
-        return (forward if name == "forward" else self.plan.gradient(name),)
+    def _pack_bits(self, kernel: _Kernel, masks: MaskArrays, workspace: int, stream: int) -> None:
+        """Have a mask of keys packed to bits at the start of the workspace."""
+        mask: ArrayView = getattr(masks, self._bits)
+        if 0 in mask.shape:
+            return
+        if not workspace:
+            raise ValueError(
+                f"workspace: got none; a {self._bits} needs the bytes that workspace_bytes and backward_bytes say"
+            )
+        batch = mask.strides[0] if len(mask.strides) > 1 else 0
+        kernel((), (("keys", mask.ptr), ("words", workspace), ("batch", batch), ("column", mask.strides[-1])), stream)
 
-    def _kernel(self, name: str, stream: int | None) -> _Kernel:
-        plans = self._kernel_plans(name)
+    def _forward(self, workspace: bool, stream: int | None) -> Request:
+        steps = self.plan.forward_steps(workspace)
+        return self._requests.setdefault(workspace, self._loaded(steps, stream))
+
+    def _backward(self, wrt: tuple[str, ...], room: int | None, stream: int | None) -> Request:
+        steps = self.plan.backward_steps(wrt, inf if room is None else room)
+        zeros = () if self.problem.heads else tuple(name for name in wrt if 0 not in self.problem.input_shape(name))
+        return self._requests.setdefault((wrt, room), self._loaded(steps, stream, zeros))
+
+    def _loaded(self, steps: tuple[Step, ...], stream: int | None, zeros: tuple[str, ...] = ()) -> Request:
+        """All kernels before any launch: what cannot be built must fail before anything is written."""
+        bits = self.plan.key_bits
+        launches = tuple((self._kernel(step.kernels, stream), step) for step in steps)
+        return Request(launches, self._kernel((bits,), stream) if bits else None, zeros)
+
+    def _kernel(self, plans: tuple[KernelPlan, ...], stream: int | None) -> _Kernel:
+        """Loaded kernels; `stream`, unless None, is where they are about to run."""
+        found = self._kernels.get(plans)
+        if found:
+            return found
         if stream is not None and self._runtime.streamIsCapturing(stream):
             raise CaptureError(
-                f"the {name} kernel of this problem is not loaded, and loading cannot be captured into a CUDA graph: "
-                "call streamkl_cupy.warmup(...) with the same arrays and options before the capture"
+                f"the {plans[0].name} kernel of this problem is not loaded, and loading cannot be captured into a CUDA "
+                "graph: call streamkl_cupy.warmup(...) with the same arrays and options before the capture"
             )
-        return self._kernels.setdefault(name, _Kernel(self.problem, *plans))
-
-
-def _addresses(inputs: Inputs) -> tuple[int, ...]:
-    return (inputs[0].ptr, inputs[1].ptr, inputs[2].ptr, inputs[3].ptr)
+        return self._kernels.setdefault(plans, _Kernel(self.problem, *plans))
 
 
 def _mask_words(problem: Problem, lists: Sequence[int] = ()) -> tuple[list[int], list[tuple[int, str]]]:
@@ -363,21 +317,21 @@ def _mask_words(problem: Problem, lists: Sequence[int] = ()) -> tuple[list[int],
 def _tile_lists(problem: Problem, plan: KernelPlan) -> Lists | None:
     """What the kernel walks of the pattern, in the current GPU's memory; None where there is no pattern."""
     pattern = problem.mask.pattern
-    if pattern is None or plan.name in ("combine", "key_bits"):
+    tile = plan.tile
+    if pattern is None or tile is None:
         return None
     # Imported here, because most calls have none.
     from .pattern_memory import lists_for
 
-    by_keys = not dict(plan.constants)["SKL_ROWS_ARE_QUERIES"]
-    tile = plan.tile
-    return lists_for(pattern, problem.device.index, tile.rows, tile.columns, by_keys, plan.group, plan.longest)
+    by_keys, schedule = plan.task.stationary == "k", plan.schedule
+    return lists_for(pattern, problem.device.index, tile.rows, tile.columns, by_keys, schedule.group, schedule.longest)
 
 
 def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> bytes:
     """The arguments of a kernel with zeros for what a call fills in; `lists` are those of the mask's pattern."""
     if plan.args is KEY_BITS:
         return KEY_BITS.pack({"batch": 0, "column": 0, "entries": problem.batch, "count": problem.keys})
-    side = problem.teacher if plan.name.startswith("teacher") else problem.student
+    task, schedule = plan.task, plan.schedule
     numbers: dict[str, Value] = {
         "n.batch": problem.batch,
         "heads": problem.heads,
@@ -385,20 +339,20 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "keys": problem.keys,
         "teacher_group": max(problem.teacher.group, 1),
         "student_group": max(problem.student.group, 1),
-        "tiles": plan.tiles,
-        "head_group": plan.head_group,
-        "splits": plan.splits,
+        "tiles": schedule.tiles,
+        "head_group": schedule.head_group,
+        "splits": schedule.splits,
         "sequences": problem.sequences,
         "mask": _mask_words(problem, lists)[0],
         "teacher_scale": problem.teacher.scale * LOG2E,
         "student_scale": problem.student.scale * LOG2E,
-        "out_scale": side.scale,
-        "share_slots": plan.share_slots,
+        "out_scale": Work(problem, task).side.scale,
+        "share_slots": schedule.share_slots,
     }
-    out = {"out": f"{plan.name}_k", "out_q": f"{plan.name}_q"} if plan.name in SIDES else {"out": plan.name}
+    out = {"out": f"{task.side}_{task.stationary}", "out_q": f"{task.side}_q"} if task.side else {}
     strides: dict[str, tuple[int, ...]] = {name: problem.operand(name).strides for name in INPUT_NAMES}
     strides |= dict.fromkeys((*OUT_ROWS, *SAVED_ROWS), problem.row_strides())
-    strides |= {name: problem.compact_input_strides(x) for name, x in out.items() if x in INPUT_NAMES}
+    strides |= {name: problem.compact_input_strides(x) for name, x in out.items()}
     numbers |= {f"{name}.{axis}": step for name, steps in strides.items() for axis, step in zip(_AXES, steps)}
     return plan.args.pack({name: value for name, value in numbers.items() if name in plan.args})
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from .compile import import_cupy
+from .kernels.portions import portions, survey
 from .patterns import BlockPattern
 from .patterns.pattern import when_gone
-from .portions import portions, survey
 
 
 class Lists:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arch, arrays, calls, launch, patterns, planning
+from streamkl_cupy import arrays, calls, gpus, patterns, planning
+from streamkl_cupy.kernels import KERNELS, portions
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT, Options
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_same_bits
@@ -27,19 +28,24 @@ def forget_plans() -> None:
     planning._unsplit_plan.cache_clear()
 
 
-FAMILIES = {family.name: family for family in arch.families()}
+FAMILIES = ("sm80", "sm90")
 
 
-@pytest.fixture(params=sorted(FAMILIES))
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cupy_only: Any) -> Iterator[str]:
-    """Plans with one family, and with the portable one where that cannot."""
-    if request.param == "sm90" and launch.device_facts(0).compute_capability != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
-    chosen = tuple(dict.fromkeys((FAMILIES[request.param], FAMILIES["sm80"])))
-    monkeypatch.setattr(planning, "families", lambda: chosen)
+def use(monkeypatch: pytest.MonkeyPatch, *families: str) -> None:
+    """Plans are made of kernels of these families only."""
+    chosen = {kind: tuple(x for x in kernels if x.family in families) for kind, kernels in KERNELS.items()}
+    monkeypatch.setattr(planning, "KERNELS", chosen)
     monkeypatch.setattr(calls, "_ready", {})
     monkeypatch.setattr(calls, "_runners", {})
     forget_plans()
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cupy_only: Any) -> Iterator[str]:
+    """Plans with one family, and with the portable one where that cannot."""
+    if request.param == "sm90" and gpus.device_facts(0).compute_capability != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    use(monkeypatch, request.param, "sm80")
     yield request.param
     forget_plans()
 
@@ -84,8 +90,8 @@ def test_split_keys(family: str, cupy_only: Any, rng: Any, M: int, N: int, H: in
         case = make(name, H=H, M=M, N=N, D_t=64, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), causal=causal)
         inputs = cupy_only.arrays(case)
         plan = streamkl_cupy.plan(*inputs, **case.options)
-        assert plan.forward.splits > 1
-        assert plan.workspace_bytes == 20 * plan.forward.splits * M * H
+        assert plan.forward.schedule.splits > 1
+        assert plan.workspace_bytes == 20 * plan.forward.schedule.splits * M * H
         rows, _ = cupy_only.judge(case, arrays=inputs)
         again = streamkl_cupy.attention_kl_forward(*inputs, **case.options)
         for field in rows._fields:
@@ -126,7 +132,7 @@ def test_shared_lists(
     family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists of a few tiles are cut here as those of long contexts are: what blocks have is added up, in one order."""
-    monkeypatch.setattr(planning, "MIN_TILES_IN_LIST", 2)
+    monkeypatch.setattr(portions, "MIN_TILES_IN_LIST", 2)
     for M, N, pattern_heads, causal in ((700, 650, 4, False), (613, 700, 1, True), (900, 300, 4, True)):
         blocks = rng.random((pattern_heads, -(-M // 64), -(-N // 32))) < 0.2
         blocks[:, :, 1] = True  # a stripe that all rows see
@@ -142,8 +148,8 @@ def test_shared_lists(
             options = {**case.options, "deterministic": deterministic}
             plan = streamkl_cupy.plan(*inputs, **options)
             size = plan.backward_bytes(INPUT_NAMES)
-            kernels = [kernel for _, kernel in plan.gradients] + [fused.kernels[1] for fused in plan.fused]
-            assert {kernel.share_bytes > 0 for kernel in kernels} == {family == "sm90"}
+            kernels = [kernel for _, kernel in plan.gradients] + [fused.main for fused in plan.fused]
+            assert {kernel.schedule.share_bytes > 0 for kernel in kernels} == {family == "sm90"}
             # Where the workspace will lie, counters of who has come are not zero.
             cupy_only.full((size // 4 + 1,), "float32")
             results.append(cupy_only.judge(case, grad, arrays=inputs, deterministic=deterministic)[1])
@@ -167,7 +173,7 @@ def test_heads_that_see_nothing(family: str, cupy_only: Any, rng: Any, dtype: st
 def test_lists_are_walked_whole_without_a_workspace(
     family: str, cupy_only: Any, rng: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "MIN_TILES_IN_LIST", 2)
+    monkeypatch.setattr(portions, "MIN_TILES_IN_LIST", 2)
     pattern = patterns.strided(2, queries=640, block=32)
     case = make(H=2, M=640, N=640, D_t=64, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), block_mask=pattern)
     inputs = cupy_only.arrays(case)
@@ -200,11 +206,8 @@ def test_strides_that_a_map_can_say(family: str, cupy_only: Any, rng: Any) -> No
 def test_families_agree(cupy_only: Any, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(H=3, M=500, N=900, D_t=128, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), causal=True)
     inputs, results = cupy_only.arrays(case), []
-    for chosen in (arch.families(), (FAMILIES["sm80"],)):
-        monkeypatch.setattr(planning, "families", lambda chosen=chosen: chosen)
-        forget_plans()
-        monkeypatch.setattr(calls, "_ready", {})
-        monkeypatch.setattr(calls, "_runners", {})
+    for families in (FAMILIES, ("sm80",)):
+        use(monkeypatch, *families)
         results.append([cupy_only.numpy(x) for x in streamkl_cupy.attention_kl_forward(*inputs, **case.options)])
     forget_plans()
     for a, b in zip(*results, strict=True):

@@ -13,7 +13,7 @@ import pytest
 from streamkl_cupy import arrays, launch, pattern_memory, patterns, validate
 from streamkl_cupy.arrays import ArrayView, Gradients, Inputs, RowStats, Saved
 from streamkl_cupy.compile import Loaded
-from streamkl_cupy.planning import facts_for_arch
+from streamkl_cupy.gpus import facts_for_arch
 from streamkl_cupy.problem import INPUT_NAMES, compact_strides
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import patterns
-from streamkl_cupy.portions import portions, survey
+from streamkl_cupy.kernels.portions import portions, survey
 from streamkl_cupy.rules import masks
 from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.source import cuda_root, flatten

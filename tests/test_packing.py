@@ -19,9 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import launch, patterns, tensor_maps
+from streamkl_cupy import launch, patterns
+from streamkl_cupy.arrays import Gradients
 from streamkl_cupy.compile import Loaded
-from streamkl_cupy.planning import Plan, facts_for_arch, make_plan
+from streamkl_cupy.gpus import facts_for_arch
+from streamkl_cupy.kernels import tensor_maps
+from streamkl_cupy.planning import Plan, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
 from streamkl_cupy.source import flatten
 
@@ -172,7 +175,7 @@ class Call:
         self.runner.forward(tuple(self.inputs.values()), self.rows, 7, at, self.masks)
 
     def backward(self, *wrt: str, **room: int) -> None:
-        outputs = [getattr(self.outputs, name) if name in wrt else None for name in INPUT_NAMES]
+        outputs = Gradients(*(getattr(self.outputs, name) if name in wrt else None for name in INPUT_NAMES))
         self.runner.backward(
             tuple(self.inputs.values()), self.saved, outputs, 7, self.workspace, self.masks, **room
         )  # fmt: skip
@@ -183,7 +186,7 @@ class Call:
         found: dict[str, Any] = {
             "n.batch": 2, "n.heads": 8, "n.queries": p.queries, "n.keys": p.keys, "n.sequences": p.sequences,
             "n.teacher_group": 2, "n.student_group": 4,
-            "n.tiles": kernel.tiles, "n.head_group": kernel.head_group, "n.splits": kernel.splits,
+            **{f"n.{x}": getattr(kernel.schedule, x) for x in ("tiles", "head_group", "splits")},
             "n.mask": (*mask, *[0] * (12 - len(mask))),
             "teacher_scale": pytest.approx(p.teacher.scale * LOG2E),
             "student_scale": pytest.approx(p.student.scale * LOG2E),
@@ -229,7 +232,7 @@ def test_a_forward_is_packed_by_name(book: Book, rng: np.random.Generator) -> No
     mask = MaskSpec(WINDOW.parts, (("left", 70_000), ("right", 70_001), ("q_offset", -17)))
     call = Call(rng, 9, 70_000, (64, 128), mask)
     plan: Plan = call.runner.plan
-    assert plan.forward.splits > 1
+    assert plan.forward.schedule.splits > 1
     call.forward()
     bits, forward, combine = book
     row = {"batch": 8 * 9, "head": 9, "row": 1}
@@ -282,7 +285,7 @@ def test_both_gradients_of_a_side_are_packed_by_name(
     assert [name for name, _ in book] == [
         "streamkl_key_bits", "streamkl_fused_prepare", "streamkl_fused", "streamkl_fused_finish"
     ]  # fmt: skip
-    want = call.expected(fused.kernels[1], (11, 13, -17, call.masks.key_lengths.ptr, call.workspace))
+    want = call.expected(fused.main, (11, 13, -17, call.masks.key_lengths.ptr, call.workspace))
     want |= gradient(call, getattr(call.problem, side)) | {"workspace": call.workspace + plan.mask_bytes}
     for field, which in (("out", "k"), ("out_q", "q")):
         name = f"{side}_{which}"
@@ -299,17 +302,17 @@ def test_shared_lists_lie_behind_what_the_kernel_has_besides(
     pattern = patterns.sharded(16, window=512, stride=16, queries=16384, block=128).select([0])
     call = Call(rng, 16384, 16384, (128, 128), MaskSpec(("blocks",), (), pattern))
     fused = call.runner.plan.fused[1]
-    kernel = fused.kernels[1]
-    assert kernel.share_bytes > 0
-    sums = call.workspace + fused.workspace_bytes - kernel.share_bytes + kernel.arrivals_bytes
+    kernel = fused.main
+    assert kernel.schedule.share_bytes > 0
+    sums = call.workspace + fused.workspace_bytes - kernel.schedule.share_bytes + kernel.schedule.arrivals_bytes
     call.backward("student_q", "student_k")
     for _, got in book:
         assert got["n.mask"][:7] == (71, 72, 73, 74, 75, pattern.heads, 0)
         shares = (got["share_slots"], got["share_arrivals"], got["share_sums"])
-        assert shares == (kernel.share_slots, sums - kernel.arrivals_bytes, sums)
-    assert book.cleared == [(sums - kernel.arrivals_bytes, kernel.arrivals_bytes)]
+        assert shares == (kernel.schedule.share_slots, sums - kernel.schedule.arrivals_bytes, sums)
+    assert book.cleared == [(sums - kernel.schedule.arrivals_bytes, kernel.schedule.arrivals_bytes)]
     # With room for the sums of the queries only, no list is shared; with less, each gradient has its own kernel.
-    own = fused.workspace_bytes - kernel.share_bytes
+    own = fused.workspace_bytes - kernel.schedule.share_bytes
     book.clear()
     call.backward("student_q", "student_k", room=own)
     assert [name for name, _ in book] == ["streamkl_fused_prepare", "streamkl_fused", "streamkl_fused_finish"]
@@ -340,7 +343,7 @@ def test_workspaces_are_as_large_as_what_kernels_put_there(tmp_path: Path, rng: 
         if not sequences:
             assert 0 <= plan.mask_bytes - 4 * batch * sizes.words(N) < 128
         for fused in plan.fused:
-            made = compiled(tmp_path, prologue(fused.kernels[1].text) + END)
+            made = compiled(tmp_path, prologue(fused.main.text) + END)
             made.end.restype = ctypes.c_longlong
             entries = batch * heads * sizes.tiles(M, 64, sequences)
             assert fused.kernels[0].blocks == fused.kernels[2].blocks == entries
@@ -348,7 +351,7 @@ def test_workspaces_are_as_large_as_what_kernels_put_there(tmp_path: Path, rng: 
             each = 64 * dim + 64 * (4 if fused.side == "teacher" else 3) + 1
             end = made.end(ctypes.c_longlong(entries))
             assert end == 4 * (entries * each + 1)
-            assert 0 <= fused.workspace_bytes - fused.kernels[1].share_bytes - end < 128
+            assert 0 <= fused.workspace_bytes - fused.main.schedule.share_bytes - end < 128
 
 
 END = """
@@ -365,9 +368,9 @@ def test_split_states_fit_the_workspace(rng: np.random.Generator) -> None:
     q, k = (Operand(heads, n, 64, "float16", (heads * n * 64, n * 64, 64, 1), True) for n in (M, 100_000))
     side = Side(q, k, 1.0)
     plan = make_plan(Problem(1, heads, M, 100_000, side, side, MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
-    assert plan.forward.splits > 1
+    assert plan.forward.schedule.splits > 1
     (floats,) = re.findall(r"kStates = (\d+)", prologue(plan.forward.text))
-    assert plan.workspace_bytes == 4 * int(floats) * plan.forward.splits * M * heads
+    assert plan.workspace_bytes == 4 * int(floats) * plan.forward.schedule.splits * M * heads
 
 
 def test_a_tensor_map_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
@@ -400,9 +403,9 @@ def test_tensor_maps_have_the_boxes_that_the_kernel_loads() -> None:
     q, k = (Operand(8, n, 128, "bfloat16", (8 * n * 128, n * 128, 128, 1), True) for n in (4096, 8192))
     side = Side(q, k, 1.0)
     plan = make_plan(Problem(1, 8, 4096, 8192, side, side, MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
-    for kernel in (plan.forward, *(x for _, x in plan.gradients), *(x.kernels[1] for x in plan.fused)):
-        by_keys = not dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"]
-        stationary, streamed = ("_k", "_q") if by_keys else ("_q", "_k")
+    for kernel in (plan.forward, *(x for _, x in plan.gradients), *(x.main for x in plan.fused)):
+        by_queries = dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"]
+        stationary, streamed = ("_q", "_k") if by_queries else ("_k", "_q")
         boxes = dict(kernel.boxes)
         assert tuple(boxes) == INPUT_NAMES
         for name in ("teacher", "student"):

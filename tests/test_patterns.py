@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy import install, patterns
+from streamkl_cupy.kernels.portions import Lists, portions, survey
 from streamkl_cupy.patterns import BlockPattern, CoverageWarning, families, pattern
 from streamkl_cupy.patterns.pattern import LARGEST
-from streamkl_cupy.portions import Lists, portions, survey
 
 Array = NDArray[Any]
 ROOT = Path(__file__).resolve().parents[1]

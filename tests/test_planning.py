@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from streamkl_cupy import patterns
-from streamkl_cupy.arch import SIDES, sm80, sm90, sm90_fused
+from streamkl_cupy.kernels import KERNELS
+from streamkl_cupy.kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Work
+from streamkl_cupy.kernels.portions import survey
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
-from streamkl_cupy.portions import survey
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -43,7 +44,7 @@ def plan(arch: str = "sm_90", **what: Any) -> Plan:
 
 
 def kernels(p: Plan) -> list[Any]:
-    passes = [fused.kernels[1] for fused in p.fused]
+    passes = [fused.main for fused in p.fused]
     return [p.forward, *(kernel for _, kernel in p.gradients), *passes, *([p.combine] if p.combine else [])]
 
 
@@ -59,7 +60,7 @@ def test_every_plan_fits_its_gpu(arch: str, dims: tuple[int, int], dtypes: tuple
         assert kernel.smem_bytes <= facts.smem_per_block
         assert kernel.threads <= 1024
         assert kernel.threads % 32 == 0
-        portions = 8 * kernel.tiles * kernel.splits
+        portions = 8 * kernel.schedule.tiles * kernel.schedule.splits
         stays = kernel.entry.endswith("fused_sm90.cu")  # a block per multiprocessor takes one after the other
         assert kernel.blocks == (min(portions, facts.multiprocessors) if stays else portions)
     assert [name for name, _ in p.gradients] == [n for n in INPUT_NAMES if dims[n.startswith("student")] <= 256]
@@ -92,13 +93,13 @@ def test_few_rows_split_their_keys_and_many_do_not() -> None:
         p = plan(arch, M=M, heads=heads, N=N, dims=(128, 128))
         # At least three quarters of the multiprocessors have a block.
         assert p.forward.blocks * 4 >= 3 * facts_for_arch(arch).multiprocessors
-        assert p.forward.splits > 1
+        assert p.forward.schedule.splits > 1
         assert p.combine is not None
-        assert p.workspace_bytes == 20 * p.forward.splits * M * heads
+        assert p.workspace_bytes == 20 * p.forward.schedule.splits * M * heads
         assert "keys split over" in str(p)
     for what in ({}, {"M": 128, "heads": 1000, "N": 128}, {"M": 1, "heads": 1, "N": 2000}):
         p = plan(**what)
-        assert p.forward.splits == 1
+        assert p.forward.schedule.splits == 1
         assert p.combine is None
         assert p.workspace_bytes == 0
 
@@ -116,30 +117,30 @@ def test_blocks_share_lists_that_are_longer_than_the_others_take(causal: bool, d
         by_keys = not dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"]
         lengths = survey(striped(causal), kernel.tile.rows, kernel.tile.columns, by_keys, 1).lengths
         average = lengths.sum() / 132
-        assert (kernel.share_bytes > 0) == (lengths.max() > kernel.longest), kernel.name
-        assert average / 2 <= kernel.longest < max(average / 2 + 2, 33)
-        assert kernel.tiles < 1.3 * lengths.shape[1]
+        assert (kernel.schedule.share_bytes > 0) == (lengths.max() > kernel.schedule.longest), kernel.name
+        assert average / 2 <= kernel.schedule.longest < max(average / 2 + 2, 33)
+        assert kernel.schedule.tiles < 1.3 * lengths.shape[1]
         # As many float32 tiles as there are shares, and a counter for each of their warps.
-        places = 8 * kernel.share_slots
-        assert kernel.arrivals_bytes == -(-4 * places * kernel.tile.warps // 128) * 128
-        assert kernel.share_bytes - kernel.arrivals_bytes == 4 * places * kernel.tile.rows * 128
-        assert kernel.share_bytes < 40 << 20
-        assert ("tiles shared" in str(kernel)) == (kernel.share_bytes > 0)
-    alone = p.gradient("student_k").share_bytes
+        places = 8 * kernel.schedule.share_slots
+        assert kernel.schedule.arrivals_bytes == -(-4 * places * kernel.tile.warps // 128) * 128
+        assert kernel.schedule.share_bytes - kernel.schedule.arrivals_bytes == 4 * places * kernel.tile.rows * 128
+        assert kernel.schedule.share_bytes < 40 << 20
+        assert ("tiles shared" in str(kernel)) == (kernel.schedule.share_bytes > 0)
+    alone = p.gradient("student_k").schedule.share_bytes
     assert alone > 0
     assert p.backward_bytes(("student_k",)) == alone
     if deterministic:
         assert p.backward_bytes(INPUT_NAMES) == alone
     else:
         assert p.backward_bytes(("student_q", "student_k")) == p.fused[1].workspace_bytes
-        assert p.fused[1].workspace_bytes > p.fused[1].kernels[1].share_bytes + 4 * 8 * 16384 * 128
+        assert p.fused[1].workspace_bytes > p.fused[1].main.schedule.share_bytes + 4 * 8 * 16384 * 128
     # Eight query heads that share keys: what they have together is cut, and heads of the keys have one set of places.
     grouped = plan(mask=MaskSpec(("blocks",), (), striped(causal)), key_heads=1, **what).gradient("student_k")
-    assert 0 < grouped.share_bytes < 8 * 132 * 4 * 128 * 128
-    assert grouped.head_group == 1
+    assert 0 < grouped.schedule.share_bytes < 8 * 132 * 4 * 128 * 128
+    assert grouped.schedule.head_group == 1
     even = plan(mask=MaskSpec(("blocks",), (), patterns.full(queries=16384, block=128)), **what)
     older = plan("sm_80", mask=MaskSpec(("blocks",), (), striped(causal)), **what)
-    assert not any(kernel.share_bytes for kernel in (*kernels(even), *kernels(older)))
+    assert not any(kernel.schedule.share_bytes for kernel in (*kernels(even), *kernels(older)))
     assert older.backward_bytes(INPUT_NAMES) == 0
 
 
@@ -192,7 +193,7 @@ def test_heads_side_by_side_are_groups_of_one_size() -> None:
     causal = MaskSpec(("causal",), (("q_offset", 0),))
     for heads, size in ((8, 4), (7, 4), (11, 4), (4, 4), (1, 1)):
         (teacher, student) = plan(heads=heads, mask=causal).fused
-        assert [teacher.kernels[1].head_group, student.kernels[1].head_group] == [size, size]
+        assert [teacher.main.schedule.head_group, student.main.schedule.head_group] == [size, size]
     for nothing in ({"heads": 0}, {"batch": 0}):
         assert plan(**nothing).forward.blocks == 0
 
@@ -249,5 +250,53 @@ def test_more_heads_than_two_grid_axes_could_hold() -> None:
 
 
 def test_tile_rows_say_why() -> None:
-    rows = {row for table in sm80._TILES.values() for row in table} | set(sm90._FORWARD) | set(sm90_fused.TABLE)
-    assert all(row.reason for row in rows)
+    tasks = (FORWARD, *GRADIENTS.values(), *FUSED.values())
+    for task, dtypes in itertools.product(tasks, (("bfloat16",) * 2, ("float32",) * 2)):
+        for kernel in KERNELS[task.kind]:
+            assert all(row.reason for row in kernel.table(Work(problem(dtypes=dtypes), task)))
+
+
+def test_a_request_is_told_what_runs_and_where() -> None:
+    """Forwards with and without a workspace, and any set of gradients with any room, from the plan alone."""
+    p = plan(M=64, heads=1, N=100_000, dims=(128, 128), mask=MaskSpec(("keys",)))
+    assert p.combine
+    split, combine = p.forward_steps(workspace=True)
+    assert (split.kernels, combine.kernels) == ((p.forward,), (p.combine,))
+    assert split.workspace == combine.workspace == p.mask_bytes > 0
+    assert split.outputs == combine.outputs
+    (whole,) = p.forward_steps(workspace=False)
+    assert whole.workspace is None
+    assert whole.kernels[0].schedule.splits == 1
+    assert whole.kernels[0].blocks * p.forward.schedule.splits == p.forward.blocks
+    assert (p.forward.text, p.forward.args) == (whole.kernels[0].text, whole.kernels[0].args)
+
+    p = plan(M=16384, N=16384, dims=(128, 128), mask=MaskSpec(("blocks",), (), striped(False)))
+    pair = ("student_q", "student_k")
+    (fused,) = p.backward_steps(pair)
+    main = p.fused[1].main
+    sums = p.fused[1].workspace_bytes - main.schedule.share_bytes
+    assert fused.kernels == p.fused[1].kernels
+    assert dict(fused.outputs) == {"out": "student_k", "out_q": "student_q"}
+    assert (fused.workspace, fused.shares) == (0, sums)
+    assert p.backward_steps(pair, p.backward_bytes(pair)) == (fused,)
+    (unshared,) = p.backward_steps(pair, p.backward_bytes(pair) - 1)
+    assert (unshared.kernels, unshared.workspace, unshared.shares) == (fused.kernels, 0, None)
+    for room in (sums - 1, 0):
+        apart = p.backward_steps(pair, room)
+        assert [step.kernels for step in apart] == [(p.gradient(name),) for name in pair]
+        assert [step.outputs for step in apart] == [(("out", name),) for name in pair]
+        assert all(step.workspace is None for step in apart)
+        assert [step.shares for step in apart] == [
+            0 if 0 < p.gradient(name).schedule.share_bytes <= room else None for name in pair
+        ]
+    # Every gradient once, in one pass or alone.
+    for wrt in itertools.chain.from_iterable(itertools.combinations(INPUT_NAMES, n) for n in range(5)):
+        made = [name for step in p.backward_steps(wrt) for _, name in step.outputs]
+        assert sorted(made) == sorted(wrt)
+
+
+def test_nothing_runs_where_there_is_nothing_to_write() -> None:
+    for nothing in ({"heads": 0}, {"batch": 0}, {"M": 0}):
+        assert plan(**nothing).forward_steps(workspace=True) == ()
+    assert plan(heads=0).backward_steps(INPUT_NAMES) == ()
+    assert [dict(step.outputs)["out"] for step in plan(M=0).backward_steps(INPUT_NAMES)] == ["teacher_k", "student_k"]

@@ -10,7 +10,7 @@ import os
 import pytest
 
 from streamkl_cupy import catalogue
-from streamkl_cupy.planning import facts_for_arch
+from streamkl_cupy.gpus import facts_for_arch
 
 pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
 

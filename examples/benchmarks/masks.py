@@ -269,7 +269,7 @@ def kernels_of(plan: Any, name: str) -> list[Any]:
         return []
     if name == "forward":
         return [plan.forward]
-    fused = [fused.kernels[1] for fused in plan.fused if fused.side == "student"]
+    fused = [fused.main for fused in plan.fused if fused.side == "student"]
     return fused or [plan.gradient("student_q"), plan.gradient("student_k")]
 
 

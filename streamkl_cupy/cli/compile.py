@@ -157,7 +157,7 @@ def _arch_here() -> str:
     index = arrays.current_gpu()
     if index is None:
         return "sm_90"
-    from ..launch import device_facts
+    from ..gpus import device_facts
 
     major, minor = device_facts(index).compute_capability
     return f"sm_{major}{minor}"

@@ -19,8 +19,8 @@ import numpy as np
 
 from .. import install, settings
 from ..api import attention_kl_value_and_grad
-from ..arch import DeviceFacts
 from ..compile import import_cupy, supported_archs
+from ..gpus import DeviceFacts
 from ..problem import INPUT_NAMES, STUDENT
 from ..testing import problems, reference
 from . import environment, report
@@ -157,7 +157,7 @@ def devices(checks: list[Check]) -> list[dict[str, Any]]:
 
 
 def _device(index: int) -> dict[str, Any]:
-    from ..launch import device_facts
+    from ..gpus import device_facts
 
     facts = device_facts(index)
     _, total = import_cupy().cuda.Device(index).mem_info

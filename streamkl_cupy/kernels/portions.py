@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from .patterns import BlockPattern
+    from ..patterns import BlockPattern
 
 NO_LIMIT = 2**31 - 1
+# A block needs about ten microseconds to start and to end, in which it could walk six tiles.
+MIN_TILES_IN_LIST = 32
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the work of a launch is cut."""
+
+    tiles: int = 1
+    """Row tiles, or portions of them, per head of the launch."""
+    head_group: int = 1
+    """Heads that run side by side."""
+    splits: int = 1
+    """Blocks that share the streamed rows of one row tile."""
+    group: int = 1
+    """Query heads that a block works through."""
+    longest: int = 0
+    """Tiles of a pattern's list that one block walks, about; 0 where blocks share no lists."""
+    share_slots: int = 0
+    """Places for the sums of shared lists, per batch entry and head of the launch."""
+    arrivals_bytes: int = 0
+    share_bytes: int = 0
+    """What these take, with the counters of who has come; those come first, and are zero before a launch."""
 
 
 class Lists(NamedTuple):
@@ -72,6 +96,25 @@ def survey(pattern: BlockPattern, rows: int, columns: int, by_keys: bool, group:
     first = of_tiles(np.where(counts > 0, listed[begin] * width // columns, NO_LIMIT), np.minimum)
     stop = of_tiles(np.where(counts > 0, -(-(listed[end - 1] + 1) * width // columns), 0), np.maximum)
     return Lists(of_groups(lengths, np.add), of_groups(first, np.minimum), of_groups(stop, np.maximum))
+
+
+def balance(lists: Lists, pairs: int, multiprocessors: int, shared: bool) -> tuple[int, int]:
+    """How many tiles one block takes at most, about, 0 for any number; and how many heads run side by side.
+
+    No block takes more than half of what each multiprocessor has to do in all, and so many heads run side by side that
+    what they have to do takes as long as the longest of it: with more, their sums do not stay in the cache.
+
+    Args:
+        lists: As `survey` has them.
+        pairs: Heads of all batch entries of a launch.
+        multiprocessors: Of the GPU.
+        shared: Whether blocks can share a list.
+    """
+    lengths = lists.lengths
+    average = max(-(-int(lengths.sum()) * pairs // (len(lengths) * multiprocessors)), 1)
+    longest = max(-(-average // 2), MIN_TILES_IN_LIST) if shared else 0
+    most = int(lengths.max(initial=0))
+    return longest, -(-pairs * (min(most, longest) if longest else most) // average)
 
 
 def portions(lists: Lists, longest: int = 0, group: int = 1) -> Portions:

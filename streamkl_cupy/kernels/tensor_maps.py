@@ -6,15 +6,26 @@ import ctypes
 from functools import lru_cache
 from typing import Any
 
-from .arch import ELEMENT_BYTES
-from .errors import DriverError
-from .problem import Operand
+from ..errors import DriverError
+from ..problem import Operand
+from ..structs import TENSOR_MAP
+from .base import ELEMENT_BYTES, vector_loads
 
-MAP_BYTES = 128
-_ALIGNMENT = 64
+MAX_STRIDE_BYTES = 1 << 40
 _BOX_COLUMNS = 64  # 128 bytes: the longest row the 128-byte swizzle allows
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_L2_256B = 3, 3
+
+
+def no_map(x: Operand) -> str:
+    """Why a tensor map cannot describe an input; empty where it can."""
+    if not vector_loads(x):
+        return "its rows must start on 16-byte boundaries with adjacent elements"
+    if any(stride < 0 or stride * ELEMENT_BYTES[x.dtype] >= MAX_STRIDE_BYTES for stride in x.strides[:3]):
+        return "its strides must be positive and below 2^40 bytes"
+    if x.rows > 1 and x.strides[2] < x.dim:
+        return "its rows overlap"
+    return ""
 
 
 @lru_cache(maxsize=1)
@@ -38,8 +49,8 @@ def encode(pointer: int, x: Operand, batch: int, box_rows: int) -> bytes:
     sb, sh, sr, _ = x.strides
     # An axis of extent 1 is never stepped along, whatever stride it came with.
     strides = tuple(s * size if n > 1 else 16 for s, n in ((sr, x.rows), (sh, x.heads), (sb, batch)))
-    raw = (ctypes.c_uint8 * (MAP_BYTES + _ALIGNMENT))()
-    start = -ctypes.addressof(raw) % _ALIGNMENT
+    raw = (ctypes.c_uint8 * (TENSOR_MAP.size + TENSOR_MAP.align))()
+    start = -ctypes.addressof(raw) % TENSOR_MAP.align
     code = _encoder()(
         ctypes.byref(raw, start),
         ctypes.c_int(_DATA_TYPES[x.dtype]),
@@ -59,4 +70,4 @@ def encode(pointer: int, x: Operand, batch: int, box_rows: int) -> bytes:
             f"the driver refused a tensor map (CUresult {code}): address {pointer:#x}, extents {extents}, "
             f"strides {strides} bytes, box {box_rows} x {_BOX_COLUMNS}"
         )
-    return bytes(raw[start : start + MAP_BYTES])
+    return bytes(raw[start : start + TENSOR_MAP.size])

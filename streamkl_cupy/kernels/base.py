@@ -1,0 +1,404 @@
+"""What all kernels have in common: the work that is asked of one, the ways to cut it, and the plan of a launch.
+
+A kernel is a pair of files with one name: `cuda_src/kernels/` has its text, the file here what it refuses and why, its
+tiles in order of preference, their shared memory and registers, its arguments and what it leaves in workspaces.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Generic, NamedTuple, TypeVar
+
+from ..gpus import DeviceFacts
+from ..problem import INPUT_NAMES, Operand, Problem, Side, counted
+from ..rules.divergences import DIVERGENCES
+from ..rules.masks import parts_of, registers
+from ..rules.scores import SCORES
+from ..source import flatten
+from ..structs import Regions, Struct, row_tiles, shared_lists
+from .portions import Schedule, balance, portions, survey
+
+ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+PLANES = {"highest": 3, "high": 2}
+
+SIDES = ("teacher", "student")
+MAX_GRID = 2**31 - 1
+
+
+class Task(NamedTuple):
+    """One kernel's part of a problem."""
+
+    kind: str
+    """ "forward"; "gradient" of one input; "fused", both gradients of a side; "combine", "key_bits"."""
+    side: str = ""
+    """The side that is differentiated."""
+    stationary: str = "q"
+    """The operand whose rows stay with a block, "q" or "k", while the other's are streamed; of a gradient the one that
+    it is of."""
+
+    @property
+    def name(self) -> str:
+        """What the task makes, for people and as a key."""
+        if self.kind == "gradient":
+            return f"{self.side}_{self.stationary}"
+        return self.side or self.kind
+
+
+FORWARD = Task("forward")
+GRADIENTS = {task.name: task for task in (Task("gradient", *name.split("_")) for name in INPUT_NAMES)}
+FUSED = {side: Task("fused", side, "k") for side in SIDES}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A task of a problem."""
+
+    problem: Problem
+    task: Task
+
+    @property
+    def rows_are_keys(self) -> bool:
+        """Whether the stationary operand is the keys and the queries are streamed."""
+        return self.task.stationary == "k"
+
+    @property
+    def side(self) -> Side:
+        """The side that is differentiated."""
+        return self.problem.teacher if self.task.side == "teacher" else self.problem.student
+
+    @property
+    def other_side(self) -> Side:
+        """The side whose scores are only recomputed."""
+        return self.problem.student if self.task.side == "teacher" else self.problem.teacher
+
+    @property
+    def heads(self) -> int:
+        return self.side.k.heads if self.rows_are_keys else self.problem.heads
+
+    @property
+    def pairs(self) -> int:
+        """Heads of all batch entries."""
+        return self.problem.batch * self.heads
+
+    @property
+    def rows(self) -> int:
+        return self.problem.keys if self.rows_are_keys else self.problem.queries
+
+    @property
+    def typical_rows(self) -> int:
+        """Rows of a sequence, where several lie one after the other and are taken to be equally long."""
+        return -(-self.rows // max(self.problem.sequences, 1))
+
+    @property
+    def out_dim(self) -> int:
+        return self.side.dim if self.task.side else 0
+
+    @property
+    def row_vectors(self) -> int:
+        """Statistics that travel with each streamed query: two log-sum-exps, the upstream gradient, the value."""
+        if not self.rows_are_keys:
+            return 0
+        return 3 + (self.task.side in DIVERGENCES[self.problem.divergence].needs_value)
+
+    @property
+    def mask_level(self) -> int:
+        """How many registers a mask takes: 0 a bound, 1 an interval or places, 2 pairs apart, 3 all of that."""
+        return registers(parts_of(self.problem.mask))
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.problem.teacher, self.problem.student
+
+    @property
+    def float32(self) -> bool:
+        return "float32" in (self.problem.teacher.dtype, self.problem.student.dtype)
+
+    @property
+    def dim(self) -> int:
+        return max(self.problem.teacher.dim, self.problem.student.dim)
+
+
+@dataclass(frozen=True)
+class TileRow:
+    """One way to cut a kernel's work: a row of its table, with the reason it is there.
+
+    `rows` of the stationary operand belong to a block of `warps` computing warps, each with `warp_tiles` strips of 16;
+    `columns` rows of the other operand are streamed at a time, `stages` buffers in flight, and the kernel is compiled
+    to leave room for `min_blocks` blocks per multiprocessor. `unroll` steps of 16 along the head dim are unrolled. The
+    row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one, to masks up to
+    `max_mask` of `Work.mask_level`, to at most `max_vectors` row vectors, on GPUs older than `before`.
+    """
+
+    warps: int
+    warp_tiles: int
+    columns: int
+    stages: int
+    min_blocks: int
+    max_dim: int
+    reason: str
+    unroll: int = 4
+    max_out: int = 256
+    before: tuple[int, int] = (99, 0)
+    max_mask: int = 3
+    max_vectors: int = 4
+
+    @property
+    def rows(self) -> int:
+        return self.warps * self.warp_tiles * 16
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel: what to compile and how to launch it."""
+
+    task: Task
+    entry: str
+    symbol: str
+    arch: str
+    constants: tuple[tuple[str, int | str], ...]
+    slots: tuple[tuple[str, str | tuple[str, ...]], ...]
+    args: Struct
+    regions: tuple[Regions, ...]
+    """What lies in workspaces that it reads or writes."""
+    blocks: int
+    threads: int
+    schedule: Schedule
+    smem_bytes: int = 0
+    tile: TileRow | None = None
+    boxes: tuple[tuple[str, int], ...] = ()
+    """Inputs read through tensor maps, with the rows of a box."""
+    family: str = ""
+    """The architecture whose instructions it needs."""
+    reason: str = ""
+    """Why kernels of more capable families do not run it; empty where the first one does."""
+
+    @property
+    def name(self) -> str:
+        """What it makes."""
+        return self.task.name
+
+    @property
+    def text(self) -> str:
+        """The CUDA text, read and put together once: other offsets, lengths and scales run the same one."""
+        return _text(self.entry, self.constants, self.slots, self.args, self.regions)
+
+    def __str__(self) -> str:
+        t, s = self.tile, self.schedule
+        shape = [f"{counted(self.blocks, 'block')} x {counted(self.threads, 'thread')}"]
+        if t:
+            shape.append(f"{counted(t.rows, 'row')} x {counted(t.columns, 'column')}")
+            shape.append(f"{counted(t.stages, 'stage')}, {self.smem_bytes} B shared")
+        if s.splits > 1:
+            shape.append(f"keys split over {s.splits} blocks")
+        if s.share_bytes:
+            shape.append(f"lists of more than {s.longest} tiles shared, sums {s.share_bytes} B")
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.name}: {self.entry} for {self.arch}, {', '.join(shape)}{reason}"
+
+
+@lru_cache(maxsize=1024)
+def _text(
+    entry: str,
+    constants: tuple[tuple[str, int | str], ...],
+    slots: tuple[tuple[str, str | tuple[str, ...]], ...],
+    args: Struct,
+    regions: tuple[Regions, ...],
+) -> str:
+    prologue = "\n".join([args.text, *(x.text for x in regions)])
+    return flatten(entry, dict(constants), dict(slots), prologue=prologue)
+
+
+Row = TypeVar("Row", bound=TileRow)
+
+
+class Kernel(ABC, Generic[Row]):
+    """A kernel that walks tiles of scores, for one architecture and the newer ones that have its instructions."""
+
+    kind: ClassVar[str]
+    """Of its tasks."""
+    family: ClassVar[str]
+    args: ClassVar[Struct]
+    shares_lists: ClassVar[bool] = False
+    """Whether blocks can share the list of one row tile."""
+    persistent: ClassVar[bool] = False
+    """Whether a block takes one portion of the work after the other, so that a launch needs few blocks."""
+    # Streamed operands of heads that run side by side should stay in the L2 cache, which is 40 MB and more on the GPUs
+    # that have long rows to stream. On smaller caches the order costs nothing but the locality it would have had.
+    l2_budget: ClassVar[int] = 32 << 20
+
+    def __init__(self) -> None:
+        self._fitting: dict[object, tuple[Row, ...]] = {}
+
+    @abstractmethod
+    def refuses(self, work: Work, facts: DeviceFacts) -> str:
+        """Why this kernel cannot do the work on that GPU; empty where it can."""
+
+    @abstractmethod
+    def flag(self, facts: DeviceFacts) -> str:
+        """The NVRTC architecture."""
+
+    @abstractmethod
+    def table(self, work: Work) -> tuple[Row, ...]:
+        """Tile rows in order of preference."""
+
+    @abstractmethod
+    def smem_bytes(self, work: Work, tile: Row) -> int:
+        """Dynamic shared memory of a block."""
+
+    @abstractmethod
+    def threads(self, tile: Row) -> int:
+        """Threads of a block."""
+
+    @abstractmethod
+    def constants(self, work: Work, tile: Row) -> dict[str, int]:
+        """What is compiled in beyond what every kernel needs."""
+
+    @abstractmethod
+    def regions(self, work: Work, tile: Row) -> tuple[Regions, ...]:
+        """What lies in workspaces that it reads or writes."""
+
+    def boxes(self, work: Work, tile: Row) -> tuple[tuple[str, int], ...]:
+        """Inputs that are read through tensor maps, with the rows of a box."""
+        return ()
+
+    def streamed_bytes(self, work: Work) -> int:
+        """What a head's blocks read, and add to, over and over."""
+        rows = work.problem.queries if work.rows_are_keys else work.problem.keys
+        return rows * sum(side.dim * ELEMENT_BYTES[side.dtype] for side in work.sides)
+
+    def head_group(self, work: Work, least: int = 1) -> int:
+        """How many heads run side by side: those whose streamed operands fit the L2 budget together."""
+        heads = max(1, work.problem.batch * work.problem.heads)
+        most = max(least, min(heads, self.l2_budget // max(self.streamed_bytes(work), 1)), 1)
+        # Groups of one size: eight heads as five and three take 0.49 ms where four and four take 0.36 (causal, D = 64).
+        return -(-heads // -(-heads // most))
+
+    def fitting(self, work: Work, facts: DeviceFacts) -> tuple[Row, ...]:
+        """The rows of the table that this work and this GPU allow, whatever the extents: found once for all of them."""
+        teacher, student = work.sides
+        key = (work.task, teacher.dim, student.dim, teacher.dtype, student.dtype, work.problem.mask.parts, facts)
+        found = self._fitting.get(key)
+        return found or self._fitting.setdefault(key, self._fits(work, facts))
+
+    def _fits(self, work: Work, facts: DeviceFacts) -> tuple[Row, ...]:
+        return tuple(
+            row
+            for row in self.table(work)
+            if work.dim <= row.max_dim
+            and work.out_dim <= row.max_out
+            and work.mask_level <= row.max_mask
+            and work.row_vectors <= row.max_vectors
+            and facts.compute_capability < row.before
+            and self.smem_bytes(work, row) <= facts.smem_per_block
+        )
+
+    def tile(self, work: Work, facts: DeviceFacts) -> Row:
+        """The first fitting row that wastes no half of a tile and keeps the GPU busy; else the one with the most
+        blocks, of these the one with the least rows."""
+        fitting = self.fitting(work, facts)
+
+        def blocks(row: Row) -> int:
+            return work.pairs * -(-work.rows // row.rows)
+
+        for row in fitting:
+            if blocks(row) * 5 >= facts.multiprocessors * 4 and row.rows < 2 * max(work.typical_rows, 16):
+                return row
+        return max(fitting, key=lambda row: (blocks(row), -row.rows, -fitting.index(row)))
+
+    def plan(self, work: Work, facts: DeviceFacts, reason: str = "") -> KernelPlan:
+        """The launch of work that is not refused; `reason` says why nothing more capable does it.
+
+        Raises:
+            NotImplementedError: it would be larger than a grid can be.
+        """
+        problem, task = work.problem, work.task
+        tile = self.tile(work, facts)
+        schedule = self.schedule(work, tile, facts)
+        blocks = work.pairs * schedule.tiles
+        if blocks > MAX_GRID:
+            raise NotImplementedError(
+                f"{task.name}: {blocks} blocks (batch {problem.batch} x heads {work.heads} x row tiles "
+                f"{schedule.tiles}) exceed the grid limit of {MAX_GRID}; split the batch over several calls"
+            )
+        smem_bytes = self.smem_bytes(work, tile)
+        parts = parts_of(problem.mask)
+        constants: dict[str, int | str] = {
+            "SKL_T_ELEMENT": ELEMENT_CODES[problem.teacher.dtype],
+            "SKL_S_ELEMENT": ELEMENT_CODES[problem.student.dtype],
+            "SKL_T_DIM": problem.teacher.dim,
+            "SKL_S_DIM": problem.student.dim,
+            # One text for both precisions where no float32 is involved.
+            "SKL_PLANES": PLANES[problem.precision if work.float32 else "highest"],
+            "SKL_ROWS": tile.rows,
+            "SKL_COLUMNS": tile.columns,
+            "SKL_WARPS": tile.warps,
+            "SKL_WARP_TILES": tile.warp_tiles,
+            "SKL_STAGES": tile.stages,
+            "SKL_SMEM_BYTES": smem_bytes,
+            "SKL_ROWS_ARE_QUERIES": int(not work.rows_are_keys),
+            "SKL_MASK_PARTS": ", ".join(part.struct for part in parts),
+            **self.constants(work, tile),
+        }
+        if task.side:
+            constants["SKL_GRAD_SIDE"] = SIDES.index(task.side)
+        return KernelPlan(
+            task=task,
+            entry=f"kernels/{self.kind}_{self.family}.cu",
+            symbol=f"streamkl_{self.kind}",
+            arch=self.flag(facts),
+            constants=tuple(sorted(constants.items())),
+            slots=(
+                ("divergence", DIVERGENCES[problem.divergence].header),
+                ("score", SCORES["dot"].header),
+                ("mask", (*(part.header for part in parts), "masks/all.cuh")),
+            ),
+            args=self.args,
+            regions=self.regions(work, tile),
+            blocks=min(blocks, facts.multiprocessors * tile.min_blocks) if self.persistent else blocks,
+            threads=self.threads(tile),
+            smem_bytes=smem_bytes,
+            tile=tile,
+            boxes=self.boxes(work, tile),
+            schedule=schedule,
+            family=self.family,
+            reason=reason,
+        )
+
+    def plans(self, work: Work, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
+        """All kernels of the work, one after the other with the same arguments; mostly one."""
+        return (self.plan(work, facts, reason),)
+
+    def workspace_bytes(self, work: Work) -> int:
+        """Global memory without which the work cannot be done."""
+        return 0
+
+    def schedule(self, work: Work, tile: Row, facts: DeviceFacts) -> Schedule:
+        """Which of the work's tiles a block has."""
+        problem = work.problem
+        pattern = problem.mask.pattern
+        if pattern is None:
+            # The lengths of sequences are not known here.
+            return Schedule(row_tiles(work.rows, tile.rows, problem.sequences), self.head_group(work))
+        group = max(problem.heads // max(work.heads, 1), 1)
+        lists = survey(pattern, tile.rows, tile.columns, work.rows_are_keys, group)
+        longest, together = balance(lists, work.pairs, facts.multiprocessors, self.shares_lists)
+        entries, slots = portions(lists, longest, group)
+        sizes = shared_lists(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
+        return Schedule(
+            tiles=entries.shape[1],
+            head_group=min(self.head_group(work, min(together, work.pairs)), max(work.pairs, 1)),
+            group=group,
+            longest=longest,
+            share_slots=slots,
+            arrivals_bytes=sizes["arrivals"],
+            share_bytes=sum(sizes.values()),
+        )
+
+
+def vector_loads(x: Operand) -> bool:
+    """Whether every row of an input starts on a 16-byte boundary and its elements are adjacent."""
+    per_chunk = 16 // ELEMENT_BYTES[x.dtype]
+    return x.aligned and x.strides[3] == 1 and all(stride % per_chunk == 0 for stride in x.strides[:3])

@@ -1,0 +1,81 @@
+"""The forward on Hopper, `kernels/forward_sm90.cu`.
+
+Shared memory, bytes (`sm90.py`), with 64 keys to a tile:
+
+    1024 + rows * (chunks(D_t) + chunks(D_s)) * 128 + stages * piece_chunks * 8192 + barriers
+
+Registers: a consumer thread holds 64 scores (32 of each side) and its row states, and 4 for each step of resident rows
+that it holds; the producer needs few. 128 * (groups * consumer + producer) must fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..rules.divergences import DIVERGENCES
+from ..structs import HOPPER_FORWARD, Regions, split_states
+from .base import TileRow, Work
+from .sm90 import ALIGNMENT, COLUMNS, Hopper, held_steps, row_bytes
+
+
+@dataclass(frozen=True)
+class _Row(TileRow):
+    held: int = 0
+    """Steps of 16 columns of the teacher's queries that are kept in registers."""
+    piece_chunks: int = 1
+    """Chunks of 64 columns that are copied at a time."""
+
+
+# 8 heads x 8192, TFLOP/s on an H100 with 0, 2, 3, 4 steps held: D = 64 333, 351, 352, 349; D = 128 573, 579, 588, 576.
+_TABLE = (
+    _Row(
+        16,
+        1,
+        COLUMNS,
+        12,
+        1,
+        64,
+        "four warpgroups hide latency better than any explicit overlap of two or three",
+        held=3,
+    ),
+    _Row(16, 1, COLUMNS, 6, 1, 128, "the same; pieces of 128 columns halve the barriers", held=3, piece_chunks=2),
+    _Row(8, 1, COLUMNS, 6, 2, 64, "few rows to a head: two blocks per multiprocessor hide each other's start"),
+    _Row(8, 1, COLUMNS, 12, 1, 128, "few rows in all: twice the blocks"),
+    _Row(16, 1, COLUMNS, 8, 1, 256, "320 columns of both sides together"),
+    _Row(12, 1, COLUMNS, 10, 1, 256, "192 rows where 256 do not fit"),
+    _Row(8, 1, COLUMNS, 8, 1, 576, "128 rows where 192 do not fit"),
+    _Row(8, 1, COLUMNS, 6, 1, 576, "576 and 128 together"),
+    _Row(4, 1, COLUMNS, 12, 1, 576, "the widest sides"),
+)
+
+# (consumer, producer) registers per thread by (consumer warpgroups, blocks per multiprocessor).
+_REGISTERS = {(4, 1): (112, 32), (3, 1): (152, 32), (2, 1): (224, 40), (1, 1): (240, 40), (2, 2): (104, 24)}
+
+
+class _Forward(Hopper[_Row]):
+    kind = "forward"
+    args = HOPPER_FORWARD
+
+    def table(self, work: Work) -> tuple[_Row, ...]:
+        return _TABLE
+
+    def smem_bytes(self, work: Work, tile: _Row) -> int:
+        pieces = tile.stages * tile.piece_chunks * COLUMNS * 128
+        return ALIGNMENT + tile.rows * row_bytes(work) + pieces + 8 * (2 * tile.stages + 1)
+
+    def constants(self, work: Work, tile: _Row) -> dict[str, int]:
+        consumer, producer = _REGISTERS[tile.warps // 4, tile.min_blocks]
+        return {
+            **super().constants(work, tile),
+            "SKL_PIECE_CHUNKS": tile.piece_chunks,
+            "SKL_HELD_STEPS": held_steps(work, tile.held),
+            "SKL_MIN_BLOCKS": tile.min_blocks,
+            "SKL_CONSUMER_REGISTERS": consumer,
+            "SKL_PRODUCER_REGISTERS": producer,
+        }
+
+    def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
+        return (split_states(DIVERGENCES[work.problem.divergence].state_floats),)
+
+
+KERNEL = _Forward()

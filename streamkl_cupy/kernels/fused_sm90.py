@@ -1,0 +1,215 @@
+"""Both gradients of one side in one pass on Hopper, `kernels/fused_sm90.cu`.
+
+Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), `keys` of a block and 64 queries to a tile:
+
+    1024 (alignment) + 128 * keys * (chunks(D_own) + chunks(D_other)) + 8192 * (stages * chunks(D_own)
+        + other_stages * chunks(D_other)) + 16384 * (handovers + stagings) + stages * row_vectors * 256 + barriers
+        + visits
+
+Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
+the keys themselves; masks with holes, intervals beside four row vectors, and an other side beyond 128 leave no room for
+these. Beyond D_own = 128 gradients do not fit, nor do 256 keys beyond D_own = 64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..gpus import DeviceFacts
+from ..rules.masks import parts_of
+from ..structs import HOPPER_FUSED, Regions, fused_workspace, row_tiles, shared_lists
+from .base import MAX_GRID, KernelPlan, TileRow, Work
+from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
+
+MAX_OUT = 128
+
+# Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer.
+THREADS = 256 + 128 + 128
+HELPER_THREADS = 128
+VISITS, VISIT_BYTES = 2, 100  # what the producer and the others have in common; tile/visits.cuh asserts both
+# Of 16 columns of a consumer's own keys, in registers. 8 heads x 8192, TFLOP/s on an H100 with 0, 1 and 2 of them:
+# D = 64 416, 421, 423, causal 393, 397, 406; D = 128 565, 563, 570, causal 507, 521, 534.
+HELD_STEPS = 2
+
+
+@dataclass(frozen=True)
+class _Row(TileRow):
+    """`stages` queries' tiles of the own side are in flight and `other_stages` of the other one."""
+
+    other_stages: int = 2
+    handovers: int = 2
+    """Tiles of score gradients between the consumers and the warpgroup that takes them."""
+    stagings: int = 1
+    """Buffers between that warpgroup and the copy engine."""
+    registers: tuple[int, int, int] = (192, 80, 40)
+    """Per thread of the consumers, of that warpgroup, of the producer: 2, 1, 1 of them are 512 at most."""
+    early: bool = False
+    """Consumers wait for the next copies before their turn at products, which takes registers."""
+    wide: bool = False
+    """That warpgroup multiplies all columns at once, and reads the score gradients once."""
+
+
+# Student, 8 heads x 8192, bf16, ms on an H100, one run per line; runs differ by 3 %, and the compiler's order of
+# instructions does as much as what is named here:
+#   D = 64, 256 keys, early 0.611 to 0.643, causal 0.321 to 0.327; late, blocks that do not stay 0.642 and 0.334
+#   D = 128, early and wide 0.922, causal 0.507; early 0.985, 0.511; wide 0.951, 0.520; neither 0.969, 0.502
+# Before these, TFLOP/s: D = 64 128 keys 374 where 256 had 403; D = 128 a third handover in place of the second staging
+# 529 and 502, a fourth stage in place of it 559 and 495, where the row as it is had 520 and 524.
+_TABLE = (
+    _Row(
+        8,
+        2,
+        COLUMNS,
+        5,
+        1,
+        64,
+        "two tiles of keys: half the additions in memory",
+        max_out=64,
+        other_stages=5,
+        early=True,
+        max_mask=1,
+    ),
+    _Row(8, 2, COLUMNS, 5, 1, 64, "the same, and a mask's registers", max_out=64, other_stages=5),
+    _Row(
+        8,
+        1,
+        COLUMNS,
+        6,
+        1,
+        64,
+        "one tile of keys: twice the blocks",
+        max_out=64,
+        other_stages=6,
+        stagings=2,
+        early=True,
+        max_mask=1,
+    ),
+    _Row(8, 1, COLUMNS, 6, 1, 64, "the same, and a mask's registers", max_out=64, other_stages=4, stagings=2),
+    _Row(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=MAX_OUT, other_stages=4, stagings=2),
+    _Row(
+        8,
+        1,
+        COLUMNS,
+        3,
+        1,
+        128,
+        "both sides wide",
+        max_out=MAX_OUT,
+        stagings=2,
+        registers=(184, 96, 40),
+        early=True,
+        wide=True,
+        max_mask=0,
+    ),
+    _Row(8, 1, COLUMNS, 3, 1, 128, "the same, and a mask's registers", max_out=MAX_OUT, stagings=2),
+    _Row(8, 1, COLUMNS, 2, 1, 192, "a long other side", max_out=MAX_OUT),
+    _Row(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=MAX_OUT, handovers=1),
+)
+
+
+class _Fused(Hopper[_Row]):
+    kind = "fused"
+    args = HOPPER_FUSED
+    shares_lists = True
+    persistent = True
+    # Sums are read and written, and share the cache with what comes next: causal, D = 128, two heads of 8192 rows
+    # (17 MB) side by side take 0.52 ms, eight of them 0.56.
+    l2_budget = 20 << 20
+
+    def refuses(self, work: Work, facts: DeviceFacts) -> str:
+        if work.problem.deterministic:
+            return "deterministic=True, and one pass adds its sums in no fixed order"
+        return super().refuses(work, facts)
+
+    def lacks(self, work: Work) -> str:
+        if work.out_dim > MAX_OUT:
+            return f"registers hold gradients of head dims up to {MAX_OUT}"
+        if sum(part.holes is not None for part in parts_of(work.problem.mask)) > 1:
+            return "registers hold one mask with holes"
+        if _entries(work) > MAX_GRID:
+            return f"{_entries(work)} blocks before and after exceed the grid limit of {MAX_GRID}"
+        return ""
+
+    def table(self, work: Work) -> tuple[_Row, ...]:
+        return _TABLE
+
+    def threads(self, tile: _Row) -> int:
+        return THREADS
+
+    def smem_bytes(self, work: Work, tile: _Row) -> int:
+        own, other = chunks(work.side.dim), chunks(work.other_side.dim)
+        rings = tile.stages * own + tile.other_stages * other
+        barriers = 8 * (4 + 2 * (tile.stages + tile.other_stages + tile.handovers) + 2 * VISITS)
+        return (
+            ALIGNMENT
+            + tile.rows * 128 * (own + other)
+            + COLUMNS * 128 * rings
+            + 128 * tile.warps * 16 * tile.handovers
+            + 16384 * tile.stagings
+            + tile.stages * work.row_vectors * COLUMNS * 4
+            + barriers
+            + VISITS * VISIT_BYTES
+        )
+
+    def constants(self, work: Work, tile: _Row) -> dict[str, int]:
+        hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2
+        registers = consumer, query_gradient, producer = _registers(work, tile)
+        # Where registers are divided unusually they are all in use, and a mask wants some.
+        read_again = bool(work.problem.mask.parts) and registers != _Row.registers
+        return {
+            **super().constants(work, tile),
+            "SKL_OTHER_STAGES": tile.other_stages,
+            "SKL_HANDOVERS": tile.handovers,
+            "SKL_STAGINGS": tile.stagings,
+            "SKL_VISITS": VISITS,
+            "SKL_VISIT_BYTES": VISIT_BYTES,
+            "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
+            "SKL_READ_AGAIN": int(read_again),
+            "SKL_EARLY_WAITS": int(tile.early),
+            "SKL_WIDE_CHUNKS": chunks(work.out_dim) if tile.wide else 1,
+            "SKL_CONSUMER_REGISTERS": consumer,
+            "SKL_DQ_REGISTERS": query_gradient,
+            "SKL_PRODUCER_REGISTERS": producer,
+        }
+
+    def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
+        return _workspace(work), shared_lists(tile.warps, tile.rows, work.out_dim)
+
+    def streamed_bytes(self, work: Work) -> int:
+        return super().streamed_bytes(work) + 4 * work.problem.queries * work.out_dim
+
+    def head_group(self, work: Work, least: int = 1) -> int:
+        # Without a mask all tiles are as long as any: one head after the other keeps most of its sums in the cache.
+        return super().head_group(work, least) if work.problem.mask.parts else 1
+
+    def plans(self, work: Work, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
+        """What prepares the workspace, the pass, what makes sums the gradient of the queries."""
+        main = self.plan(work, facts, reason)
+
+        def helper(does: str) -> KernelPlan:
+            symbol = f"{main.symbol}_{does}"
+            return replace(main, symbol=symbol, smem_bytes=0, blocks=_entries(work), threads=HELPER_THREADS)
+
+        return helper("prepare"), main, helper("finish")
+
+    def workspace_bytes(self, work: Work) -> int:
+        return -(-_workspace(work).bytes(_entries(work)) // 128) * 128
+
+
+def _workspace(work: Work) -> Regions:
+    return fused_workspace(COLUMNS, work.out_dim, work.row_vectors)
+
+
+def _entries(work: Work) -> int:
+    """Tiles of queries in all, which are also the blocks of the kernels before and after."""
+    problem = work.problem
+    return problem.batch * problem.heads * row_tiles(problem.queries, COLUMNS, problem.sequences)
+
+
+def _registers(work: Work, tile: _Row) -> tuple[int, int, int]:
+    holes = work.mask_level > 1 and work.row_vectors > 3 and tile.warp_tiles == 1
+    # A narrow type hands its gradients over as they are made; the other keeps them, beside four row vectors and a mask.
+    return (208, 64, 32) if holes and work.out_dim <= 96 and work.side.dtype == "bfloat16" else tile.registers
+
+
+KERNEL = _Fused()

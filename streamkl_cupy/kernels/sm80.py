@@ -1,0 +1,57 @@
+"""Ampere and newer: cp.async, ldmatrix, mma.sync. The portable kernels, the only ones every supported GPU can run.
+
+With p(D) = round_up(D, 16) * element + 16 the padded length of one tile row, a block has
+
+    rows * (p(D_t) + p(D_s)) + stages * columns * (p(D_t) + p(D_s))
+
+bytes of shared memory, and what its kernel says besides.
+"""
+
+from __future__ import annotations
+
+from ..gpus import DeviceFacts
+from ..problem import INPUT_NAMES, Side
+from .base import ELEMENT_BYTES, Kernel, TileRow, Work, vector_loads
+
+
+class Portable(Kernel[TileRow]):
+    """What both kernels have in common."""
+
+    family = "sm80"
+
+    def refuses(self, work: Work, facts: DeviceFacts) -> str:
+        major, minor = facts.compute_capability
+        if (major, minor) < (8, 0):
+            return (
+                f"GPU {facts.name or '?'} has compute capability {major}.{minor}; kernels are built for 8.0 (Ampere) "
+                "and newer; use NumPy arrays to compute on the CPU"
+            )
+        if not self.fitting(work, facts):
+            teacher, student = work.sides
+            return (
+                f"head dims {teacher.dim} ({teacher.dtype}) and {student.dim} ({student.dtype}) need more shared "
+                f"memory than the {facts.smem_per_block} B of {facts.name or 'this GPU'}"
+            )
+        return ""
+
+    def flag(self, facts: DeviceFacts) -> str:
+        return facts.flag
+
+    def smem_bytes(self, work: Work, tile: TileRow) -> int:
+        pitch = sum(-(-side.dim // 16) * 16 * ELEMENT_BYTES[side.dtype] + 16 for side in work.sides)
+        return tile.rows * pitch + tile.stages * tile.columns * (pitch + 4 * work.row_vectors)
+
+    def threads(self, tile: TileRow) -> int:
+        return tile.warps * 32
+
+    def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
+        loads = {
+            f"SKL_{name[0].upper()}{name[-1].upper()}_VECTOR": int(vector_loads(work.problem.operand(name)))
+            for name in INPUT_NAMES
+        }
+        return {**loads, "SKL_MIN_BLOCKS": tile.min_blocks, "SKL_UNROLL": tile.unroll}
+
+
+def common_bytes(*sides: Side) -> int:
+    """Shared memory for what all keys of these sides have in common, which float32 takes from them."""
+    return sum(-(-side.dim // 16) * 64 + 16 for side in sides if side.dtype == "float32")

@@ -1,0 +1,80 @@
+"""Hopper (compute capability 9.0): tensor-memory copies and warpgroup products, in sm_90a code.
+
+Registers of a kernel's warpgroups must fit what a launch gets: 65,536 per multiprocessor, rounded down to a multiple of
+8 per thread (64,512 with three warpgroups). With chunks(D) = ceil(D / 64), a row of an operand in shared memory takes
+chunks(D) * 128 bytes, and a block 1024 bytes besides, for alignment.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from ..gpus import DeviceFacts
+from ..problem import INPUT_NAMES
+from .base import Kernel, TileRow, Work
+from .tensor_maps import no_map
+
+COLUMNS = 64
+MIN_STREAMED_QUERIES = 256  # 1000 heads of 128 queries: 0.080 ms against 0.050 ms of the portable kernel (D = 64)
+ALIGNMENT = 1024
+
+ARRIVING_LANES = 1
+"""Lanes of a warp that arrive at a barrier: 1, or all 32 for checkers that take one lane's arrival for its own only."""
+
+Row = TypeVar("Row", bound=TileRow)
+
+
+class Hopper(Kernel[Row]):
+    """What its kernels have in common."""
+
+    family = "sm90"
+
+    def refuses(self, work: Work, facts: DeviceFacts) -> str:
+        problem = work.problem
+        if facts.compute_capability != (9, 0):
+            return "it needs compute capability 9.0"
+        if work.float32:
+            return "it multiplies 16-bit elements"
+        if any(side.dim % 8 for side in work.sides):
+            return "head dims must be multiples of 8"
+        if 0 in (problem.batch, problem.heads, problem.queries, problem.keys):
+            return "a tensor map cannot be empty"
+        if work.rows_are_keys and problem.queries < MIN_STREAMED_QUERIES * max(problem.sequences, 1):
+            return f"fewer than {MIN_STREAMED_QUERIES} queries do not fill its pipeline"
+        for name in INPUT_NAMES:
+            if reason := no_map(problem.operand(name)):
+                return f"{name}: {reason}"
+        if reason := self.lacks(work):
+            return reason
+        return "" if self.fitting(work, facts) else "the head dims need more shared memory than there is"
+
+    def lacks(self, work: Work) -> str:
+        """What else of the work this kernel cannot do."""
+        return ""
+
+    def flag(self, facts: DeviceFacts) -> str:
+        return f"{facts.flag}a"
+
+    def threads(self, tile: Row) -> int:
+        return tile.warps * 32 + 128
+
+    def constants(self, work: Work, tile: Row) -> dict[str, int]:
+        return {"SKL_ARRIVING_LANES": ARRIVING_LANES}
+
+    def boxes(self, work: Work, tile: Row) -> tuple[tuple[str, int], ...]:
+        return tuple((name, tile.rows if name.endswith(work.task.stationary) else tile.columns) for name in INPUT_NAMES)
+
+
+def chunks(dim: int) -> int:
+    """Pieces of 64 columns, 128 bytes: the longest row that the swizzle of tensor maps allows."""
+    return -(-dim // 64)
+
+
+def row_bytes(work: Work) -> int:
+    """Of a row of both sides."""
+    return 128 * sum(chunks(side.dim) for side in work.sides)
+
+
+def held_steps(work: Work, held: int) -> int:
+    """Steps of the teacher's stationary rows that a tile row would keep in registers, as far as there are so many."""
+    return min(held, -(-work.problem.teacher.dim // 16))
