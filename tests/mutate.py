@@ -15,22 +15,26 @@ import ast
 import copy
 import difflib
 import fnmatch
+import functools
+import importlib
+import importlib.util
 import itertools
+import multiprocessing
 import os
 import random
 import re
 import secrets
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "streamkl_cupy"
@@ -47,6 +51,8 @@ SLOW = (
     "fork",
 )
 
+PYTEST = ("-x", "-q", "--tb=no", "-rfE", "-n0", "-p", "no:cacheprovider", "-m", "not gpu")
+
 OPERATORS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
@@ -56,7 +62,8 @@ OPERATORS: dict[type, type] = {
 }  # fmt: skip
 SWAPPED = {"teacher": "student", "student": "teacher"}
 CALLS = {"max": "min", "min": "max", "any": "all", "all": "any"}
-SYMMETRIC = re.compile(r"(max|min|maximum|minimum|gcd|lcm|logical_and|logical_or|isinstance|swapaxes)\(")
+# Where the order of arguments means nothing.
+SYMMETRIC = re.compile(r"^(\w+\.)*(max|min|maximum|minimum|gcd|lcm|logical_and|logical_or|isinstance|swapaxes)\(")
 # What is no computation: texts of errors, types, and what a decorator keeps.
 SKIPPED = {"annotation", "returns", "decorator_list", "type_comment", "format_spec"}
 
@@ -103,7 +110,7 @@ def changes(node: ast.AST, parent: ast.AST) -> Iterator[Any]:
             if isinstance(node, ast.Name) and isinstance(parent, ast.Call) and parent.func is node and value in CALLS:
                 yield changed(id=CALLS[value])
         case ast.Call(args=elements) | ast.Tuple(elts=elements, ctx=ast.Load()) if not (
-            isinstance(node, ast.Call) and SYMMETRIC.search(ast.unparse(node.func) + "(")
+            isinstance(parent, ast.Compare) or (isinstance(node, ast.Call) and SYMMETRIC.search(ast.unparse(node)))
         ):
             field = "args" if isinstance(node, ast.Call) else "elts"
             for i in range(len(elements) - 1):
@@ -146,32 +153,31 @@ def planted(fault: Fault) -> bytes:
     return source[: fault.start] + fault.text.encode() + source[fault.stop :]
 
 
-def tests_for(root: Path, module: str) -> tuple[list[str], list[str]]:
-    """Test files that run first, the module's own at the head, and the others that take seconds."""
+def stages_for(root: Path, module: str) -> list[list[str]]:
+    """Test files in the order of what they cost to find a fault of a module: its own, those that import it and the
+    quick ones, and the others that take seconds."""
     quick = re.search(r"^QUICK = (.*)$", (root / "Makefile").read_text(), re.M)
     assert quick is not None
-    stem = module.removesuffix("/__init__").rpartition("/")[2]
-    uses = re.compile(rf"{PACKAGE}[.\w]*\.{stem}\b|from {PACKAGE}[.\w]* import [^\n]*\b{stem}\b")
-    first, others = [], []
+    words = module.removesuffix("/__init__").split("/")
+    uses = re.compile(rf"{PACKAGE}[.\w]*\.{words[-1]}\b|from {PACKAGE}[.\w]* import [^\n]*\b{words[-1]}\b")
+    own, near, far = [], [], []  # of (is not quick, file)
     for path in sorted((root / "tests").glob("test_*.py")):
         name = path.stem.removeprefix("test_")
-        own = name == stem or name in module.split("/")
-        used = own or uses.search(path.read_text()) is not None
         if name not in SLOW:
-            (first if used or name in quick[1].split() else others).append((not own, not used, f"tests/{path.name}"))
-    return [name for *_, name in sorted(first)], [name for *_, name in sorted(others)]
+            slower = name not in quick[1].split()
+            used = not slower or uses.search(path.read_text()) is not None
+            (own if name in words else near if used else far).append((slower, f"tests/{path.name}"))
+    return [[name for _, name in sorted(stage)] for stage in (own, near, far) if stage]
 
 
 class Tree:
     """A copy of the tree, in which one fault at a time is planted."""
 
-    checked: dict[str, bool] = {}  # noqa: RUF012  tests that noticed a fault: whether they pass without one
-    lock = threading.Lock()
-
-    def __init__(self, source: Path, root: Path) -> None:
-        self.source, self.root = source, root
-        shutil.copytree(source, root)
+    def __init__(self, source: Path) -> None:
+        self.source, self.root = source, source.with_name(secrets.token_hex(4))
+        shutil.copytree(source, self.root)
         self.clock = int(time.time())
+        self.checked: dict[str, bool] = {}  # tests that noticed a fault: whether they pass without one
 
     def write(self, path: Path, text: bytes) -> None:
         """Python recognises a changed file by its size and second, so each version gets a second of its own."""
@@ -181,42 +187,70 @@ class Tree:
         os.utime(target, (self.clock, self.clock))
 
     def failing(self, tests: list[str], limit: float) -> str:
-        """The first test that fails, "timeout", or nothing."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-n0", "-m", "not gpu", *tests]
-        env = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                command, cwd=self.root, env=env, capture_output=True, text=True, timeout=limit, errors="replace"
-            )
-        except subprocess.TimeoutExpired:
-            return "timeout"
-        found = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", done.stdout, re.M)
-        return found[1] if found else "" if done.returncode == 0 else f"exit code {done.returncode}"
+        """The first test that fails, "timeout", or nothing. The process is a fork, with the libraries imported."""
+        output = self.root / "output"
+        child = os.fork()
+        if not child:
+            os.setsid()
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+            os.dup2(1, 2)
+            os.chdir(self.root)
+            sys.path[:0] = [str(self.root), str(self.root / "tests")]
+            os.environ["PYTHONPATH"] = str(self.root)
+            code = 99
+            try:
+                code = int(pytest.main([*PYTEST, *tests]))
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+        end = time.monotonic() + limit
+        while (done := os.waitpid(child, os.WNOHANG))[0] == 0:
+            if time.monotonic() > end:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return "timeout"
+            time.sleep(0.02)
+        found = re.search(
+            r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", output.read_text(errors="replace"), re.M
+        )
+        return found[1] if found else "" if done[1] == 0 else f"status {done[1]}"
 
-    def try_out(self, fault: Fault, stages: list[list[str]], limit: float) -> str:
-        """What notices a fault."""
-        for tests in stages:
+    def noticed(self, fault: Fault, tests: list[str], limit: float) -> str:
+        """What notices a fault, and would have nothing to say without one."""
+        while tests:
             self.write(fault.path, planted(fault))
             found = self.failing(tests, limit)
             self.write(fault.path, fault.path.read_bytes())
-            if "::" in found and not self.passes(found, limit):
-                tests = [test for test in tests if not found.startswith(test)]
-                print(f"{found} fails without a fault", file=sys.stderr)
-                self.write(fault.path, planted(fault))
-                found = self.failing(tests, limit)
-                self.write(fault.path, fault.path.read_bytes())
-            if found:
+            if "::" not in found:
                 return found
+            if found not in self.checked:
+                self.checked[found] = not self.failing([found], limit)
+            if self.checked[found]:
+                return found
+            print(f"{found} fails without a fault", file=sys.stderr)
+            tests = [test for test in tests if not found.startswith(test)]
         return ""
 
-    def passes(self, test: str, limit: float) -> bool:
-        with self.lock:
-            known = self.checked.get(test)
-        if known is None:
-            known = not self.failing([test], limit)
-            with self.lock:
-                self.checked[test] = known
-        return known
+
+_trees: list[Tree] = []
+
+
+def judged(fault: Fault, source: Path, options: argparse.Namespace) -> tuple[str, str, str]:
+    """The module of a fault, what became of it, and the report."""
+    if not _trees:  # of this process
+        _trees.append(Tree(source))
+    module = str(fault.path.relative_to(source / PACKAGE).with_suffix(""))
+    stages = [options.tests] if options.tests else stages_for(source, module)
+    began = time.monotonic()
+    for stage in stages if options.all else stages[:2]:
+        if by := _trees[0].noticed(fault, stage, options.limit):
+            break
+    outcome = by if by == "timeout" else "noticed" if by else "survived"
+    report = f"{outcome} ({time.monotonic() - began:.0f} s): {PACKAGE}/{module}.py {by}"
+    if outcome != "noticed":
+        old, new = (x.decode().splitlines() for x in (fault.path.read_bytes(), planted(fault)))
+        report += "".join(f"\n    {line}" for line in list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:])
+    return module, outcome, report
 
 
 def main() -> None:
@@ -231,8 +265,11 @@ def main() -> None:
     options = parser.parse_args()
 
     rng = random.Random(options.seed)
+    for name in ("torch", "jax", "matplotlib"):
+        if importlib.util.find_spec(name):
+            importlib.import_module(name)
     table: dict[str, Counter[str]] = {}
-    with tempfile.TemporaryDirectory() as where, ThreadPoolExecutor(options.jobs) as pool:
+    with tempfile.TemporaryDirectory() as where:
         # What is edited here meanwhile does not matter.
         source = Path(where) / "source"
         shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "shared"))
@@ -242,28 +279,16 @@ def main() -> None:
         places = [place for path in chosen for place in faults(path)]
         picked = [rng.choice(place) for place in rng.sample(places, min(options.count, len(places)))]
         print(f"{len(picked)} faults in {len(places)} places, --seed {options.seed}", flush=True)
-        local = threading.local()
-
-        def judge(fault: Fault) -> None:
-            if not hasattr(local, "tree"):
-                local.tree = Tree(source, Path(where) / secrets.token_hex(4))
-            module = str(fault.path.relative_to(source / PACKAGE).with_suffix(""))
-            first, others = (options.tests, []) if options.tests else tests_for(source, module)
-            began = time.monotonic()
-            by = local.tree.try_out(fault, [first, others] if options.all else [first], options.limit)
-            outcome = by if by == "timeout" else "noticed" if by else "survived"
-            old, new = (x.decode().splitlines() for x in (fault.path.read_bytes(), planted(fault)))
-            lines = [] if outcome == "noticed" else list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:]
-            with Tree.lock:
+        judge = functools.partial(judged, source=source, options=options)
+        with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
+            for module, outcome, report in pool.imap_unordered(judge, picked):
                 table.setdefault(module, Counter())[outcome] += 1
-                print(f"{outcome} ({time.monotonic() - began:.0f} s): {PACKAGE}/{module}.py {by}")
-                print("".join(f"    {line}\n" for line in lines), end="", flush=True)
-
-        list(pool.map(judge, picked))
+                print(report, flush=True)
     print(f"\n{'module':28} noticed  survived  timeout")
     for module, counts in [*sorted(table.items()), ("all", sum(table.values(), Counter()))]:
         print(f"{module:28} {counts['noticed']:7}  {counts['survived']:8}  {counts['timeout']:7}")
 
 
 if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
     main()
