@@ -105,6 +105,16 @@ def test_spills_are_found() -> None:
     assert build.stack_bytes > 0
 
 
+def test_spills_are_counted_in_bytes_of_stores_and_loads() -> None:
+    """As the assembler says it in words, which nobody else reads."""
+    build = compiler.build(SPILLING, "sm_90a")
+    said = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", build.log)]
+    assert len(said) == 2
+    assert build.spill_bytes == sum(said)
+    assert build.stack_bytes == int(re.findall(r"(\d+) bytes stack frame", build.log)[0])
+    assert build.registers == int(re.findall(r"Used (\d+) registers", build.log)[0])
+
+
 def test_numbered_remarks_of_the_assembler_are_found() -> None:
     notes = compiler.build(REMARKED, "sm_90a").notes
     assert any("C7508" in note for note in notes), notes
