@@ -318,6 +318,53 @@ def test_dense_log_sum_exps_that_cannot_be(framework: str, function: str, rng: n
     call(dense_teacher_lse=dense * np.nan)
 
 
+@pytest.mark.parametrize("function", ["attention_kl", "attention_kl_forward"])
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_dense_log_sum_exps_of_another_type(framework: str, function: str, rng: np.random.Generator) -> None:
+    x = [to_framework(framework, rng.standard_normal((2, 7, 8)).astype("f")) for _ in INPUT_NAMES]
+    options: dict[str, Any] = (
+        {"causal": True} if function == "attention_kl_forward" else {"causal": True, "return_lse": True}
+    )
+    dense = streamkl_cupy.attention_kl_forward(*x).teacher_lse
+    half = to_framework(framework, to_numpy(dense).astype(np.float16))
+    call = functools.partial(getattr(streamkl_cupy, function), *x, **options)
+    if (framework, function) == ("jax", "attention_kl"):  # whose arrays know how to meet
+        found, expected = (call(dense_teacher_lse=y).teacher_mass for y in (half, dense))
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, rtol=3e-3)
+    else:
+        with pytest.raises(TypeError, match=r"dense_teacher_lse.*float32"):
+            call(dense_teacher_lse=half)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_teachers_mass_is_a_constant(framework: str, rng: np.random.Generator) -> None:
+    """As the log-sum-exps are: neither the inputs nor the dense log-sum-exps get a gradient from it."""
+    x = [to_framework(framework, rng.standard_normal((2, 7, 8)).astype("f")) for _ in INPUT_NAMES]
+    dense = streamkl_cupy.attention_kl_forward(*x).teacher_lse
+
+    def mass(*y: Any) -> Any:
+        options: dict[str, Any] = {"causal": True, "return_lse": True}
+        return streamkl_cupy.attention_kl(*y[:4], **options, dense_teacher_lse=y[4]).teacher_mass
+
+    if framework == "torch":
+        given = [y.requires_grad_() for y in (*x, dense)]
+        assert not mass(*given).requires_grad
+    else:
+        jax = pytest.importorskip("jax")
+        grads = jax.grad(lambda *y: mass(*y).sum(), (0, 1, 2, 3, 4))(*x, dense)
+        assert all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("weight, inputs", [("numpy", "jax"), ("torch", "numpy"), ("jax", "torch"), ("numpy", "torch")])
+def test_a_row_weight_of_another_framework(weight: str, inputs: str, rng: np.random.Generator) -> None:
+    x = [to_framework(inputs, rng.standard_normal((2, 7, 8)).astype("f")) for _ in INPUT_NAMES]
+    other = to_framework(weight, np.ones((2, 7), "f"))
+    for function in (streamkl_cupy.attention_kl, streamkl_cupy.attention_kl_value_and_grad):
+        with pytest.raises(TypeError, match="row_weight is a"):
+            function(*x, row_weight=other, reduction="sum")
+
+
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own making, and different in every release
 def test_dense_log_sum_exps_while_tracing(rng: np.random.Generator) -> None:
     values = [rng.standard_normal((2, 7, 8)).astype("f") for _ in INPUT_NAMES]

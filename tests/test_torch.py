@@ -98,11 +98,12 @@ def test_operators_pass_torchs_own_checks(device: str, wanted: tuple[bool, ...])
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_fake_results_look_like_real_ones(dtype: Any, layout: str) -> None:
+@pytest.mark.parametrize("teacher", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("student", [torch.float64, torch.float16])
+def test_fake_results_look_like_real_ones(teacher: Any, student: Any, layout: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    x = operands(dtype=dtype)
+    x = [y.to(dtype) for y, dtype in zip(operands(), (teacher, teacher, student, student))]
     if layout == "bnhd":
         x = [t.transpose(1, 2) for t in x]
     options = (None, 0.5, True, 3, layout, "highest", True, [5, 0], None)
