@@ -112,6 +112,7 @@ def problem(
     mask: str = "none",
     aligned: bool = True,
     extents: tuple[int, int] = EXTENTS[0],
+    divergence: str = Problem.divergence,
 ) -> Problem:
     """A problem of one batch entry with (heads, rows) and as many keys; unaligned ones cannot use 16-byte loads."""
     heads, rows = extents
@@ -133,6 +134,7 @@ def problem(
         rank=3 if packed else 4,
         precision=types.precision,
         sequences=SEQUENCES if packed else 0,
+        divergence=divergence,
     )
 
 
@@ -154,10 +156,11 @@ def entries(
     dims: Iterable[tuple[int, int]] = DIMS,
     types: Iterable[ElementTypes] = ELEMENT_TYPES,
     masks: Iterable[str] = PLAIN,
+    divergences: Iterable[str] = (Problem.divergence,),
 ) -> tuple[list[Entry], list[str]]:
     """Every distinct kernel of the list on a typical GPU of `arch`, and which problems have no kernel there, and why.
 
-    Masks are names of `MASK_CASES`; the default are the two that most calls have.
+    Masks are names of `MASK_CASES`; the default are the two that most calls have, and the divergence that they have.
 
     Raises:
         ValueError: the architecture is not known.
@@ -165,17 +168,18 @@ def entries(
     facts = facts_for_arch(arch)
     found: dict[KernelPlan, Entry] = {}
     refused = []
-    chosen, hidden = tuple(types), tuple(masks)
+    chosen, hidden, asked = tuple(types), tuple(masks), tuple(divergences)
     for pair in dims:
         for types_of in chosen:
-            for mask, aligned, extents in itertools.product(hidden, (True, False), EXTENTS):
+            for mask, aligned, extents, divergence in itertools.product(hidden, (True, False), EXTENTS, asked):
                 if not aligned and types_of not in UNALIGNED:
                     continue
                 if mask not in PLAIN and (not aligned or types_of not in MASKED):
                     continue
                 label = f"{pair[0]}/{pair[1]} {types_of} {mask}{'' if aligned else ' unaligned'}"
+                label += "" if divergence == Problem.divergence else f" {divergence}"
                 try:
-                    plan = make_plan(problem(pair, types_of, mask, aligned, extents), facts)
+                    plan = make_plan(problem(pair, types_of, mask, aligned, extents, divergence), facts)
                 except NotImplementedError as reason:
                     refused.append(f"{label}: {reason}")
                     continue

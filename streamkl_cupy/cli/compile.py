@@ -14,6 +14,8 @@ from .. import arrays, cache, catalogue, install, settings
 from ..catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, Built
 from ..compile import supported_archs
 from ..errors import CompilerError
+from ..problem import Problem
+from ..rules.divergences import DIVERGENCES
 from . import report
 from .values import dims
 
@@ -51,6 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MASK",
         help=f"of {', '.join(MASK_CASES)}; default: {' '.join(PLAIN)}",
     )
+    parser.add_argument(
+        "--divergences",
+        nargs="+",
+        choices=DIVERGENCES,
+        default=[Problem.divergence],
+        metavar="NAME",
+        help=f"of {', '.join(DIVERGENCES)}; default: {Problem.divergence}",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="processes; default: one per core")
     parser.add_argument("--force", action="store_true", help="compile anew what the cache has, too")
     parser.add_argument("--list", action="store_true", help="list what would be compiled, and stop")
@@ -66,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     listed = []
     refused = []
     for arch in archs:
-        found, without = catalogue.entries(arch, pairs, types, options.masks)
+        found, without = catalogue.entries(arch, pairs, types, options.masks, options.divergences)
         listed += found
         refused += [f"{arch} {line}" for line in without]
     for line in refused:
