@@ -73,7 +73,7 @@ class Divergence:
     name: str
     header: str
     formula: str
-    """Value and logit gradients, for people."""
+    """The value of a row in Python, of arrays P and Q of its keys, with numpy's log: for people, and for tests."""
     needs_value: tuple[str, ...]
     """Sides whose gradients read the row's value, as `LogitGradient<side>::kNeedsValue` says on the device."""
     state_floats: int

@@ -110,7 +110,7 @@ def row_magnitudes(rows: Terms, value: Array) -> tuple[Array, Array]:
 DIVERGENCE = Divergence(
     name="kl",
     header="divergences/kl.cuh",
-    formula="KL_row = sum_j P_j (log P_j - log Q_j);  dS = Q - P;  dT = P ((log P - log Q) - KL_row)",
+    formula="sum(P * (log(P) - log(Q)))",
     needs_value=("teacher",),
     state_floats=5,
     row_state=Rows,
