@@ -1,27 +1,35 @@
-"""The public functions. Each reads as the data flow: describe the arrays, check them, find the runner, run it."""
+"""The public functions: what each does with a call, and below its signature and documentation.
+
+Each reads as the data flow: parse the call, read its arrays and check them, run it, give results back.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
-from . import arrays, calls, planning, reduce, validate
+from . import arrays, planning, reduce, validate
 from .arguments import choice
-from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
-from .problem import INPUT_NAMES, STUDENT, Options
+from .arrays import ArrayView, Inputs, RowStats, Saved, describe
+from .call import ATTENTION_KL, OPS, Call, Ready, runner_for
+from .options import REDUCTIONS, Layout, Precision, Reduction
+from .problem import INPUT_NAMES, STUDENT, Device, Problem, Wrt
 from .results import A, KLForward, KLForwardMass, KLGradients
-from .signatures import answered
-from .typed import Layout, Precision, Reduction
+from .rules.divergences import DIVERGENCES
+from .signatures import public
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from . import typed
+    from .numpy_backend import NumPyPlan
+    from .options import Shared, SharedByLosses
     from .patterns import BlockPattern
+    from .planning import Plan
     from .results import Given, Rows, SavedRows
-    from .typed import AnyPlan, Wrt
+
+    AnyPlan: TypeAlias = Plan | NumPyPlan
 
 __all__ = [
     "KLForward",
@@ -31,8 +39,6 @@ __all__ = [
     "attention_kl_backward",
     "attention_kl_forward",
     "attention_kl_value_and_grad",
-    "backward_into",
-    "forward_into",
     "plan",
     "warmup",
 ]
@@ -64,6 +70,7 @@ _TEXT = {
         block_mask: A `streamkl_cupy.patterns.BlockPattern`: which blocks of keys each block of rows sees, per head.
             All of these but packing combine: a row sees a key that every one of them shows it, and both distributions,
             the teacher's too, are normalised over these keys alone.
+        divergence: Which one, by name: <DIVERGENCES>.
         layout: "bhnd" as above, or "bnhd" for (B, M, H, D) arrays, whose row results are (B, M, H).
         precision: Of products of float32 inputs on CUDA: "highest" is float32 accuracy, "high" is faster with about 16
             bits of mantissa. Other dtypes are exact already.
@@ -83,6 +90,12 @@ _TEXT = {
             (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a
             fourth field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the
             row sees, 0 where it sees none. A mass above 1 raises on the CPU; on a GPU values are not looked at.""",
+    "DIVERGENCES": ", ".join(f'"{name}"' for name in DIVERGENCES),
+    "NEEDS_VALUE": ", ".join(
+        f'gradients of "{name}" to the {" and the ".join(entry.needs_value)}'
+        for name, entry in DIVERGENCES.items()
+        if entry.needs_value
+    ),
     "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
 }
 
@@ -93,6 +106,182 @@ def _documented(function: _F) -> _F:
     return function
 
 
+def _loss(
+    operands: tuple[Any, ...],
+    given: dict[str, Any],
+    row_weight: Any,
+    reduction: str,
+    return_lse: bool,
+    dense_teacher_lse: Any,
+) -> Any:
+    student_q = operands[2]
+    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(student_q).__mro__):
+        # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
+        # and parameters live in modules of their own, so all ancestors are asked.
+        from .torch import loss
+
+        return loss(operands, given, row_weight, reduction, return_lse, dense_teacher_lse)
+    call = Call.of(ATTENTION_KL, operands, given)
+    validate.loss(reduction, return_lse, dense_teacher_lse)
+    framework = arrays.framework_of("student_q", student_q)
+    if row_weight is not None or framework == "jax":
+        found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, operands, strict=True)}
+        if row_weight is not None:
+            found["row_weight"] = validate.weight_framework(row_weight, framework)
+        validate.one_framework(found)
+    if framework == "jax":
+        return _jax().loss(call, row_weight, reduction, return_lse, dense_teacher_lse)
+    ready = call.ready()
+    inputs = ready.inputs
+    weight = None if row_weight is None else validate.row_weight(row_weight, ready.checked.row_shape, inputs.student_q)
+    if inputs.student_q.framework not in arrays.OWN:
+        _check_no_gradient_wanted(inputs, (*operands, row_weight))
+    dense = _dense_rows(dense_teacher_lse, ready)
+    stats = ready.forward()
+    kl, teacher_lse, student_lse = (view.array for view in stats)
+    if weight is not None or reduction != "none":
+        with arrays.on_device(inputs.student_q):
+            kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, weight, reduction)
+    if not return_lse:
+        return arrays.given_back(inputs.student_q, student_q, kl)
+    rows = _with_mass(inputs, KLForward(kl, teacher_lse, student_lse), stats, dense)
+    return arrays.given_back(inputs.student_q, student_q, rows)
+
+
+def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse: Any) -> Any:
+    call = Call.of(ATTENTION_KL, operands, given)
+    ready = call.ready()
+    dense = _dense_rows(dense_teacher_lse, ready)
+    like = ready.inputs.student_q
+    if like.framework == "jax":
+        return _jax().forward(call, dense_teacher_lse)
+    stats = ready.forward()
+    rows = _with_mass(ready.inputs, KLForward(*(view.array for view in stats)), stats, dense)
+    return arrays.given_back(like, operands[2], rows)
+
+
+def _backward(
+    arguments: tuple[Any, ...],
+    given: dict[str, Any],
+    saved: Any,
+    teacher_lse: Any,
+    student_lse: Any,
+    kl: Any,
+    wrt: Any,
+) -> KLGradients[Any]:
+    grad, *operands = arguments
+    call = Call.of(ATTENTION_KL, tuple(operands), given)
+    teacher_lse, student_lse, kl = validate.saved_rows(saved, teacher_lse, student_lse, kl)
+    wrt = validate.wanted(wrt)
+    validate.value_given(kl, call.options.divergence, wrt)
+    rows = Saved(
+        describe("grad", grad),
+        describe("teacher_lse", teacher_lse),
+        describe("student_lse", student_lse),
+        None if kl is None else describe("kl", kl),
+    )
+    ready = call.ready()
+    like = ready.inputs.student_q
+    for view in rows:
+        if view is not None:
+            validate.row_array(view, ready.checked.row_shape, ready.checked.stat_dtype, like)
+    validate.gradients_built(ready.checked.problem, wrt)
+    if like.framework == "jax":
+        return _jax().backward(call, (grad, teacher_lse, student_lse, kl), wrt)  # type: ignore[no-any-return]
+    grads = KLGradients(*ready.backward(rows, wrt))
+    return arrays.given_back(like, operands[2], grads)
+
+
+def _value_and_grad(
+    operands: tuple[Any, ...], given: dict[str, Any], row_weight: Any, reduction: str, wrt: Any
+) -> tuple[Any, KLGradients[Any]]:
+    call = Call.of(ATTENTION_KL, operands, given)
+    wrt = validate.wanted(wrt)
+    choice("reduction", reduction, REDUCTIONS)
+    if reduction == "none":
+        raise ValueError(
+            'reduction="none" leaves no scalar to differentiate; allowed are "mean" and "sum". For a gradient per row '
+            "call attention_kl_forward and attention_kl_backward"
+        )
+    ready = call.ready()
+    like = ready.inputs.student_q
+    validate.gradients_built(ready.checked.problem, wrt)
+    if row_weight is not None:
+        row_weight = validate.row_weight(row_weight, ready.checked.row_shape, like)
+    if like.framework == "jax":
+        return _jax().value_and_grad(call, row_weight, reduction, wrt)  # type: ignore[no-any-return]
+    if hasattr(row_weight, "detach"):
+        row_weight = row_weight.detach()
+    stats = ready.forward()
+    xp = _namespace(ready.inputs)
+    with arrays.on_device(like):
+        value = reduce.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
+        grad = reduce.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
+    saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
+    grads = KLGradients(*ready.backward(saved, wrt))
+    give = functools.partial(arrays.given_back, like, operands[2])
+    return give(value), give(grads)
+
+
+def _plan(operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, arch: str | None) -> Any:
+    problem, _ = _problem(operands, given, wrt, op, None if arch is None else arrays.cuda(0))
+    if arch is None:
+        return runner_for(problem).plan
+    return planning.make_plan(problem, planning.facts_for_arch(arch))
+
+
+def _warmup(operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str) -> None:
+    problem, wrt = _problem(operands, given, wrt, op)
+    runner_for(problem).warmup(wrt)
+
+
+def _problem(
+    operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, device: Device | None = None
+) -> tuple[Problem, Wrt]:
+    """What arrays or stand-ins ask for, with the gradients that are meant."""
+    call = Call.of(OPS[choice("op", op, OPS)], operands, given)
+    wrt = validate.wanted(wrt)
+    problem = call.problem(device)
+    validate.gradients_built(problem, wrt)
+    return problem, wrt
+
+
+def _check_no_gradient_wanted(inputs: Inputs, given: tuple[Any, ...]) -> None:
+    guests = importlib.import_module(".guests", __package__)
+    names = (*INPUT_NAMES, "row_weight")
+    guests.check_no_gradient_wanted(
+        inputs.student_q.framework, [(name, x) for name, x in zip(names, given, strict=True) if x is not None]
+    )
+
+
+def _dense_rows(dense: Any, ready: Ready) -> ArrayView | None:
+    if dense is None:
+        return None
+    view = describe("dense_teacher_lse", dense.detach() if hasattr(dense, "detach") else dense)
+    validate.row_array(view, ready.checked.row_shape, ready.checked.stat_dtype, ready.inputs.student_q)
+    return view
+
+
+def _with_mass(
+    inputs: Inputs, rows: KLForward[Any], stats: RowStats, dense_view: ArrayView | None
+) -> KLForward[Any] | KLForwardMass[Any]:
+    if dense_view is None:
+        return rows
+    dense = dense_view.array
+    if dense_view.device.kind == "cpu":
+        validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense_view))
+    with arrays.on_device(inputs.student_q):
+        return KLForwardMass(*rows, reduce.teacher_mass(_namespace(inputs), rows.teacher_lse, dense))
+
+
+def _namespace(inputs: Inputs) -> Any:
+    return arrays.namespace(arrays.native(inputs.student_q))
+
+
+def _jax() -> Any:
+    return importlib.import_module(".jax", __package__)
+
+
 @overload
 def attention_kl(
     teacher_q: Given,
@@ -101,7 +290,7 @@ def attention_kl(
     student_k: Given,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[typed.LossOptions],
+    **options: Unpack[SharedByLosses],
 ) -> Rows: ...
 @overload
 def attention_kl(
@@ -112,7 +301,7 @@ def attention_kl(
     *,
     return_lse: Literal[True],
     dense_teacher_lse: None = None,
-    **options: Unpack[typed.LossOptions],
+    **options: Unpack[SharedByLosses],
 ) -> KLForward[Rows]: ...
 @overload
 def attention_kl(
@@ -123,7 +312,7 @@ def attention_kl(
     *,
     return_lse: Literal[True],
     dense_teacher_lse: Given,
-    **options: Unpack[typed.LossOptions],
+    **options: Unpack[SharedByLosses],
 ) -> KLForwardMass[Rows]: ...
 @overload
 def attention_kl(
@@ -133,7 +322,7 @@ def attention_kl(
     student_k: A,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[typed.LossOptions],
+    **options: Unpack[SharedByLosses],
 ) -> A: ...
 @overload
 def attention_kl(
@@ -144,7 +333,7 @@ def attention_kl(
     *,
     return_lse: Literal[True],
     dense_teacher_lse: None = None,
-    **options: Unpack[typed.LossOptions],
+    **options: Unpack[SharedByLosses],
 ) -> KLForward[A]: ...
 @overload
 def attention_kl(
@@ -155,7 +344,7 @@ def attention_kl(
     *,
     return_lse: Literal[True],
     dense_teacher_lse: A,
-    **options: Unpack[typed.LossOptions],
+    **options: Unpack[SharedByLosses],
 ) -> KLForwardMass[A]: ...
 @overload
 def attention_kl(
@@ -166,9 +355,9 @@ def attention_kl(
     *,
     return_lse: bool,
     dense_teacher_lse: Any = None,
-    **options: Unpack[typed.LossOptions],
+    **options: Unpack[SharedByLosses],
 ) -> Any: ...
-@answered()
+@public(_loss)
 @_documented
 def attention_kl(
     teacher_q: Any,
@@ -186,6 +375,7 @@ def attention_kl(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
+    divergence: str = "kl",
     row_weight: Any = None,
     reduction: Reduction = "none",
     layout: Layout = "bhnd",
@@ -233,77 +423,6 @@ def attention_kl(
         >>> round(float(streamkl_cupy.attention_kl(q, k_t, q, k_s)[0]), 4)  # KL((1/4, 3/4) || (1/2, 1/2))
         0.1308
     """
-    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(student_q).__mro__):
-        # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
-        # and parameters live in modules of their own, so all ancestors are asked.
-        from .torch import attention_kl as differentiable
-
-        # Without the check of keywords that this call has passed already.
-        return differentiable.__wrapped__(  # type: ignore[attr-defined]
-            teacher_q,
-            teacher_k,
-            student_q,
-            student_k,
-            teacher_scale=teacher_scale,
-            student_scale=student_scale,
-            causal=causal,
-            q_offset=q_offset,
-            window=window,
-            key_lengths=key_lengths,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            key_mask=key_mask,
-            block_mask=block_mask,
-            row_weight=row_weight,
-            reduction=reduction,
-            layout=layout,
-            precision=precision,
-            return_lse=return_lse,
-            dense_teacher_lse=dense_teacher_lse,
-            deterministic=deterministic,
-        )
-    chosen = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
-    if reduction != "none":
-        choice("reduction", reduction, validate.REDUCTIONS)
-    if dense_teacher_lse is not None and not return_lse:
-        raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
-    given = (teacher_q, teacher_k, student_q, student_k)
-    if row_weight is not None or arrays.framework_of("student_q", student_q) == "jax":
-        found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, given, strict=True)}
-        if row_weight is not None:
-            found["row_weight"] = validate.weight_framework(row_weight, found["student_q"])
-        validate.one_framework(found)
-    if arrays.framework_of("student_q", student_q) == "jax":
-        return _jax().attention_kl(
-            *given,
-            **chosen._asdict(),
-            key_lengths=key_lengths,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            key_mask=key_mask,
-            row_weight=row_weight,
-            reduction=reduction,
-            return_lse=return_lse,
-            dense_teacher_lse=dense_teacher_lse,
-        )
-    inputs = calls.view_inputs(*given)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
-    ready = calls.prepare(inputs, chosen, masks)
-    weight = None if row_weight is None else validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
-    if inputs.student_q.framework not in arrays.OWN:
-        _check_no_gradient_wanted(inputs, (*given, row_weight))
-    dense = None if dense_teacher_lse is None else _dense_rows(dense_teacher_lse, inputs, ready)
-    stats = calls.forward(inputs, ready, masks)
-    kl, teacher_lse, student_lse = (view.array for view in stats)
-    if weight is not None or reduction != "none":
-        with arrays.on_device(inputs.student_q):
-            kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, weight, reduction)
-    if not return_lse:
-        return arrays.given_back(inputs.student_q, student_q, kl)
-    rows = _with_mass(inputs, KLForward(kl, teacher_lse, student_lse), stats, dense)
-    return arrays.given_back(inputs.student_q, student_q, rows)
 
 
 @overload
@@ -314,7 +433,7 @@ def attention_kl_forward(
     student_k: Given,
     *,
     dense_teacher_lse: None = None,
-    **options: Unpack[typed.Options],
+    **options: Unpack[Shared],
 ) -> KLForward[Rows]: ...
 @overload
 def attention_kl_forward(
@@ -324,7 +443,7 @@ def attention_kl_forward(
     student_k: Given,
     *,
     dense_teacher_lse: Given,
-    **options: Unpack[typed.Options],
+    **options: Unpack[Shared],
 ) -> KLForwardMass[Rows]: ...
 @overload
 def attention_kl_forward(
@@ -334,7 +453,7 @@ def attention_kl_forward(
     student_k: A,
     *,
     dense_teacher_lse: None = None,
-    **options: Unpack[typed.Options],
+    **options: Unpack[Shared],
 ) -> KLForward[A]: ...
 @overload
 def attention_kl_forward(
@@ -344,11 +463,11 @@ def attention_kl_forward(
     student_k: A,
     *,
     dense_teacher_lse: A,
-    **options: Unpack[typed.Options],
+    **options: Unpack[Shared],
 ) -> KLForwardMass[A]: ...
-@answered(outside_programs=True)
+@public(_forward, outside_programs=True)
 @_documented
-def attention_kl_forward(
+def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
     teacher_k: Any,
     student_q: Any,
@@ -364,6 +483,7 @@ def attention_kl_forward(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
+    divergence: str = "kl",
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     dense_teacher_lse: Any = None,
@@ -398,38 +518,16 @@ def attention_kl_forward(
         >>> float(rows.kl[0]), round(float(rows.teacher_lse[0]), 4)  # two equal logits: log 2
         (0.0, 0.6931)
     """
-    chosen = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
-    inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
-    ready = calls.prepare(inputs, chosen, masks)
-    dense = None if dense_teacher_lse is None else _dense_rows(dense_teacher_lse, inputs, ready)
-    if inputs.student_q.framework == "jax":
-        return _jax().attention_kl_forward(  # type: ignore[no-any-return]
-            teacher_q,
-            teacher_k,
-            student_q,
-            student_k,
-            **chosen._asdict(),
-            key_lengths=key_lengths,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            key_mask=key_mask,
-            dense_teacher_lse=dense_teacher_lse,
-        )
-    stats = calls.forward(inputs, ready, masks)
-    rows = _with_mass(inputs, KLForward(*(view.array for view in stats)), stats, dense)
-    return arrays.given_back(inputs.student_q, student_q, rows)
 
 
-@answered(
+@public(
+    _backward,
     "What the forward saved goes by name: saved=forward, the whole result of attention_kl_forward(...), or "
     "teacher_lse=, student_lse= and kl=, which look alike",
     outside_programs=True,
 )
 @_documented
-def attention_kl_backward(
+def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @public
     grad: Any,
     teacher_q: A,
     teacher_k: A,
@@ -451,6 +549,7 @@ def attention_kl_backward(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
+    divergence: str = "kl",
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,
@@ -473,7 +572,7 @@ def attention_kl_backward(
         saved: The whole result of `attention_kl_forward`, called with the same inputs and options.
         teacher_lse: In place of `saved`, its parts one by one; by name only, because all of them look alike.
         student_lse: Likewise.
-        kl: Likewise; needed only for gradients to the teacher.
+        kl: Likewise; needed only for <NEEDS_VALUE>.
         <WRT>
         <OPTIONS>
 
@@ -497,43 +596,6 @@ def attention_kl_backward(
         >>> grads.student_k.ravel().round(4).tolist()  # Q - P = (1/2, 1/2) - (1/4, 3/4)
         [0.25, -0.25]
     """
-    chosen = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
-    teacher_lse, student_lse, kl = validate.saved_rows(saved, teacher_lse, student_lse, kl)
-    wrt = validate.wanted(wrt, kl is not None)
-    inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    rows = Saved(
-        describe("grad", grad),
-        describe("teacher_lse", teacher_lse),
-        describe("student_lse", student_lse),
-        None if kl is None else describe("kl", kl),
-    )
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
-    ready = calls.prepare(inputs, chosen, masks)
-    for view in rows:
-        if view is not None:
-            validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
-    validate.gradients_built(ready.problem, wrt)
-    if inputs.student_q.framework == "jax":
-        return _jax().attention_kl_backward(  # type: ignore[no-any-return]
-            grad,
-            teacher_q,
-            teacher_k,
-            student_q,
-            student_k,
-            teacher_lse=teacher_lse,
-            student_lse=student_lse,
-            kl=kl,
-            wrt=wrt,
-            **chosen._asdict(),
-            key_lengths=key_lengths,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            key_mask=key_mask,
-        )
-    grads = KLGradients(*calls.backward(inputs, ready, rows, wrt, masks))
-    return arrays.given_back(inputs.student_q, student_q, grads)
 
 
 @overload
@@ -546,7 +608,7 @@ def attention_kl_value_and_grad(
     row_weight: Any = None,
     reduction: Literal["sum", "mean"] = "mean",
     wrt: Wrt = STUDENT,
-    **options: Unpack[typed.Options],
+    **options: Unpack[Shared],
 ) -> tuple[Rows, KLGradients[Given]]: ...
 @overload
 def attention_kl_value_and_grad(
@@ -558,11 +620,11 @@ def attention_kl_value_and_grad(
     row_weight: Any = None,
     reduction: Literal["sum", "mean"] = "mean",
     wrt: Wrt = STUDENT,
-    **options: Unpack[typed.Options],
+    **options: Unpack[Shared],
 ) -> tuple[A, KLGradients[A]]: ...
-@answered(outside_programs=True)
+@public(_value_and_grad, outside_programs=True)
 @_documented
-def attention_kl_value_and_grad(
+def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
     teacher_k: Any,
     student_q: Any,
@@ -578,6 +640,7 @@ def attention_kl_value_and_grad(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
+    divergence: str = "kl",
     row_weight: Any = None,
     reduction: Reduction = "mean",
     wrt: Wrt = STUDENT,
@@ -614,53 +677,11 @@ def attention_kl_value_and_grad(
         >>> round(float(loss), 4), grads.student_k.ravel().round(4).tolist()
         (0.1308, [0.25, -0.25])
     """
-    chosen = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
-    wrt = validate.wanted(wrt)
-    choice("reduction", reduction, validate.REDUCTIONS)
-    if reduction == "none":
-        raise ValueError(
-            'reduction="none" leaves no scalar to differentiate; allowed are "mean" and "sum". For a gradient per row '
-            "call attention_kl_forward and attention_kl_backward"
-        )
-    inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask, inputs.student_q.framework)
-    ready = calls.prepare(inputs, chosen, masks)
-    validate.gradients_built(ready.problem, wrt)
-    if row_weight is not None:
-        row_weight = validate.row_weight(row_weight, ready.row_shape, inputs.student_q)
-    if inputs.student_q.framework == "jax":
-        return _jax().attention_kl_value_and_grad(  # type: ignore[no-any-return]
-            teacher_q,
-            teacher_k,
-            student_q,
-            student_k,
-            **chosen._asdict(),
-            key_lengths=key_lengths,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            key_mask=key_mask,
-            row_weight=row_weight,
-            reduction=reduction,
-            wrt=wrt,
-        )
-    if hasattr(row_weight, "detach"):
-        row_weight = row_weight.detach()
-    stats = calls.forward(inputs, ready, masks)
-    xp = _namespace(inputs)
-    with arrays.on_device(inputs.student_q):
-        value = reduce.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
-        grad = reduce.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
-    saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
-    grads = KLGradients(*calls.backward(inputs, ready, saved, wrt, masks))
-    give = functools.partial(arrays.given_back, inputs.student_q, student_q)
-    return give(value), give(grads)
 
 
-@answered()
+@public(_plan)
 @_documented
-def plan(
+def plan(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
     teacher_k: Any,
     student_q: Any,
@@ -676,6 +697,7 @@ def plan(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
+    divergence: str = "kl",
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,
@@ -708,23 +730,9 @@ def plan(
         >>> print(streamkl_cupy.plan(q, q, q, q, causal=True, arch="sm_90"))  # doctest: +ELLIPSIS
         attention KL on cuda:0: B=2 H=8 M=4096 N=4096, mask causal...
     """
-    chosen = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
-    choice("op", op, validate.OPS)
-    wrt = validate.wanted(wrt)
-    given = (teacher_q, teacher_k, student_q, student_k)
-    device = None if arch is None else arrays.cuda(0)
-    inputs = calls.outline(given, device)
-    masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q, device)
-    problem = calls.outlined(inputs, chosen, masks)
-    validate.gradients_built(problem, wrt)
-    if arch is None:
-        return calls.runner_for(problem).plan  # type: ignore[no-any-return]
-    return planning.make_plan(problem, planning.facts_for_arch(arch))
 
 
-@answered()
+@public(_warmup)
 @_documented
 def warmup(
     teacher_q: Any,
@@ -742,6 +750,7 @@ def warmup(
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
     block_mask: BlockPattern | None = None,
+    divergence: str = "kl",
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,
@@ -772,68 +781,3 @@ def warmup(
         >>> q = np.empty((2, 8, 4096, 128), np.float16)
         >>> streamkl_cupy.warmup(q, q, q, q, causal=True)
     """
-    chosen = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
-    choice("op", op, validate.OPS)
-    wrt = validate.wanted(wrt)
-    inputs = calls.outline((teacher_q, teacher_k, student_q, student_k))
-    masks = calls.outline_masks((key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask), inputs.student_q)
-    problem = calls.outlined(inputs, chosen, masks)
-    validate.gradients_built(problem, wrt)
-    calls.runner_for(problem).warmup(wrt)
-
-
-def forward_into(
-    inputs: Inputs, options: Options, outputs: RowStats, stream: int, masks: MaskArrays | None = None
-) -> None:
-    """The forward into memory that someone else made, on a stream that someone else named."""
-    calls.prepare(inputs, validate.options(*options), masks).runner.forward(inputs, outputs, stream, masks=masks)
-
-
-def backward_into(
-    inputs: Inputs,
-    options: Options,
-    saved: Saved,
-    outputs: Gradients,
-    stream: int,
-    masks: MaskArrays | None = None,
-) -> None:
-    """The gradients that `outputs` has room for, likewise."""
-    calls.prepare(inputs, validate.options(*options), masks).runner.backward(
-        inputs, saved, outputs, stream, masks=masks
-    )
-
-
-def _check_no_gradient_wanted(inputs: Inputs, given: tuple[Any, ...]) -> None:
-    guests = importlib.import_module(".guests", __package__)
-    names = (*INPUT_NAMES, "row_weight")
-    guests.check_no_gradient_wanted(
-        inputs.student_q.framework, [(name, x) for name, x in zip(names, given, strict=True) if x is not None]
-    )
-
-
-def _dense_rows(dense: Any, inputs: Inputs, ready: calls.Ready) -> ArrayView:
-    view = describe("dense_teacher_lse", dense.detach() if hasattr(dense, "detach") else dense)
-    validate.row_array(view, ready.row_shape, ready.stat_dtype, inputs.student_q)
-    return view
-
-
-def _with_mass(
-    inputs: Inputs, rows: KLForward[Any], stats: RowStats, dense_view: ArrayView | None
-) -> KLForward[Any] | KLForwardMass[Any]:
-    if dense_view is None:
-        return rows
-    dense = dense_view.array
-    if dense_view.device.kind == "cpu":
-        validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense_view))
-    with arrays.on_device(inputs.student_q):
-        return KLForwardMass(*rows, reduce.teacher_mass(_namespace(inputs), rows.teacher_lse, dense))
-
-
-def _namespace(inputs: Inputs) -> Any:
-    return arrays.namespace(arrays.native(inputs.student_q))
-
-
-def _jax() -> Any:
-    return importlib.import_module(".jax", __package__)

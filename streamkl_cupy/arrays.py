@@ -29,6 +29,7 @@ from .adapters import (
 )
 from .arguments import a_kind_of
 from .locks import ForkLock
+from .options import MASK_ARRAYS
 from .problem import Device, compact_strides
 
 __all__ = [
@@ -97,7 +98,6 @@ class Gradients(NamedTuple):
     student_k: ArrayView | None
 
 
-MASK_DTYPES = {"key_lengths": "int32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "key_mask": "bool"}
 MASK_REMEDIES = {
     "numpy": 'numpy.asarray({name}, dtype="{dtype}")',
     "cupy": 'cupy.asarray({name}, dtype="{dtype}")',
@@ -122,7 +122,7 @@ def describe_mask(name: str, x: Any, framework: str = "numpy") -> ArrayView:
 
 def no_mask_array(name: str, x: Any, framework: str) -> TypeError:
     """The error about something else in the place of an array that a mask reads."""
-    dtype = MASK_DTYPES[name]
+    dtype = MASK_ARRAYS[name]
     remedy = MASK_REMEDIES.get(framework, "{framework}.asarray({name}, dtype={framework}.{dtype})")
     remedy = remedy.format(name=name, dtype=dtype, framework=framework)
     return TypeError(
@@ -132,7 +132,7 @@ def no_mask_array(name: str, x: Any, framework: str) -> TypeError:
 
 
 def _check_mask_dtype(name: str, x: Any, framework: str = "numpy") -> None:
-    wanted, dtype = MASK_DTYPES[name], getattr(x, "dtype", None)
+    wanted, dtype = MASK_ARRAYS[name], getattr(x, "dtype", None)
     if dtype is None:
         raise no_mask_array(name, x, framework)
     label = dtype_label(dtype)
@@ -177,7 +177,7 @@ def standin(name: str, x: Any, device: Device) -> ArrayView:
         label = np.dtype(dtype).name
     except TypeError:
         label = dtype_label(dtype)
-    if name in MASK_DTYPES:
+    if name in MASK_ARRAYS:
         _check_mask_dtype(name, x)
     elif label not in ITEMSIZE:
         raise TypeError(f"{name} {refused_dtype(label, 'to float32')}")

@@ -18,7 +18,8 @@ from .elements import widen
 
 if TYPE_CHECKING:
     from .arrays import ArrayView, Inputs
-    from .problem import Options, Problem
+    from .options import Options
+    from .problem import Problem
 
 MANY_HEADS = 512  # beyond what models have
 FEW_ROWS = 128

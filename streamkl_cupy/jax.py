@@ -20,13 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from . import api, arrays, calls, reduce, validate
+from . import arrays, reduce, validate
 from .adapters import xla_deterministic
-from .arguments import a_kind_of, choice
+from .api import attention_kl_backward, attention_kl_forward, attention_kl_value_and_grad
+from .call import ATTENTION_KL, Call, prepare, runner_for
 from .guests import pointer_of
-from .problem import INPUT_NAMES, MASK_ARRAYS, STUDENT, Device, Options, Problem, compact_strides
+from .options import MASK_ARRAYS, Options
+from .problem import INPUT_NAMES, Device, Problem, compact_strides
+from .results import KLForward, KLForwardMass, KLGradients
 from .rules import masks as rules
-from .signatures import answered
+from .signatures import public
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -57,13 +60,27 @@ class _Config(NamedTuple):
     platform: str
 
 
-def _config(options: Options, inputs: tuple[Any, ...]) -> _Config:
+def _config(call: Call) -> _Config:
+    options = call.options
     if options.deterministic is None:
         options = options._replace(deterministic=xla_deterministic())
-    return _Config(options, _platform(inputs[0]))
+    return _Config(options, _platform(call.operands[0]))
 
 
-@answered()
+def _loss(
+    operands: tuple[Any, ...],
+    given: dict[str, Any],
+    row_weight: Any,
+    reduction: str,
+    return_lse: bool,
+    dense_teacher_lse: Any,
+) -> Any:
+    call = Call.of(ATTENTION_KL, operands, given)
+    validate.loss(reduction, return_lse, dense_teacher_lse)
+    return loss(call, row_weight, reduction, return_lse, dense_teacher_lse)
+
+
+@public(_loss)
 def attention_kl(
     teacher_q: jax.Array,
     teacher_k: jax.Array,
@@ -80,6 +97,7 @@ def attention_kl(
     cu_seqlens_k: jax.Array | None = None,
     key_mask: jax.Array | None = None,
     block_mask: BlockPattern | None = None,
+    divergence: str = "kl",
     row_weight: Any = None,
     reduction: str = "none",
     layout: str = "bhnd",
@@ -110,20 +128,18 @@ def attention_kl(
         >>> bool(abs(grad).max() < 1e-5)  # student equals teacher: a stationary point
         True
     """
-    inputs = _inputs(teacher_q, teacher_k, student_q, student_k)
-    options = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
-    choice("reduction", reduction, validate.REDUCTIONS)
-    if dense_teacher_lse is not None and not return_lse:
-        raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
-    config = _config(options, inputs)
-    masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
+
+
+def loss(call: Call, row_weight: Any, reduction: str, return_lse: bool, dense_teacher_lse: Any) -> Any:
+    """`attention_kl` of a call with JAX arrays, its other arguments checked."""
+    _check_inputs(call)
+    config = _config(call)
+    _check_masks(config, call)
     # JAX keeps a jitted function's programs, and with them their patterns. Inside a program of the caller's, its own
     # function does: what is written into that is gone with it.
-    entry = _value if block_mask is not None and _staged() else _attention_kl
+    entry = _value if config.options.block_mask is not None and _staged() else _attention_kl
     try:
-        rows = entry(inputs, masks, row_weight, config=config, reduction=reduction)
+        rows = entry(call.operands, call.masks, row_weight, config=config, reduction=reduction)
     except TypeError as error:
         if "custom_vjp" not in str(error):
             raise
@@ -131,129 +147,46 @@ def attention_kl(
     return _with_mass(rows, dense_teacher_lse) if return_lse else rows.kl
 
 
-def attention_kl_forward(
-    teacher_q: jax.Array,
-    teacher_k: jax.Array,
-    student_q: jax.Array,
-    student_k: jax.Array,
-    *,
-    teacher_scale: float | None = None,
-    student_scale: float | None = None,
-    causal: bool = False,
-    q_offset: int | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_k: jax.Array | None = None,
-    key_mask: jax.Array | None = None,
-    block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
-    dense_teacher_lse: jax.Array | None = None,
-    deterministic: bool | None = None,
-) -> api.KLForward | api.KLForwardMass:
-    """Row values and log-sum-exps of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_forward`."""
-    inputs = _concrete("attention_kl_forward", _inputs(teacher_q, teacher_k, student_q, student_k))
-    options = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
+# The explicit functions, of calls whose arrays have been read: none is a tracer.
+
+
+def forward(call: Call, dense_teacher_lse: Any) -> KLForward | KLForwardMass:
+    """Row values and log-sum-exps."""
+    config = _config(call)
+    _check_masks(config, call)
+    return _with_mass(KLForward(*_forward_entry(call.operands, call.masks, config=config)), dense_teacher_lse)
+
+
+def backward(call: Call, saved: tuple[Any, ...], wrt: tuple[str, ...]) -> KLGradients:
+    """Gradients from grad, the two log-sum-exps and maybe the values of rows."""
+    config = _config(call)
+    _check_masks(config, call)
+    rows = saved if validate.reads_value(config.options.divergence, wrt) else saved[:3]
+    return KLGradients(**_backward_entry(call.operands, call.masks, rows, config=config, wrt=_in_order(wrt)))
+
+
+def value_and_grad(call: Call, row_weight: Any, reduction: str, wrt: tuple[str, ...]) -> tuple[Any, KLGradients]:
+    """Loss and gradients."""
+    config = _config(call)
+    _check_masks(config, call)
+    value, grads = _value_and_grad(
+        call.operands, call.masks, row_weight, config=config, reduction=reduction, wrt=_in_order(wrt)
     )
-    config = _config(options, inputs)
-    masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    _concrete("attention_kl_forward", (*masks, dense_teacher_lse))
-    return _with_mass(api.KLForward(*_forward_entry(inputs, masks, config=config)), dense_teacher_lse)
-
-
-def attention_kl_backward(
-    grad: jax.Array,
-    teacher_q: jax.Array,
-    teacher_k: jax.Array,
-    student_q: jax.Array,
-    student_k: jax.Array,
-    *,
-    saved: api.KLForward | api.KLForwardMass | None = None,
-    teacher_lse: jax.Array | None = None,
-    student_lse: jax.Array | None = None,
-    kl: jax.Array | None = None,
-    wrt: tuple[str, ...] = STUDENT,
-    teacher_scale: float | None = None,
-    student_scale: float | None = None,
-    causal: bool = False,
-    q_offset: int | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_k: jax.Array | None = None,
-    key_mask: jax.Array | None = None,
-    block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
-    deterministic: bool | None = None,
-) -> api.KLGradients:
-    """Gradients from what a forward saved, concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_backward`."""
-    inputs = _concrete("attention_kl_backward", _inputs(teacher_q, teacher_k, student_q, student_k))
-    options = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
-    teacher_lse, student_lse, kl = validate.saved_rows(saved, teacher_lse, student_lse, kl)
-    wrt = validate.wanted(wrt, kl is not None)
-    rows = (grad, teacher_lse, student_lse) if kl is None else (grad, teacher_lse, student_lse, kl)
-    config = _config(options, inputs)
-    masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    _concrete("attention_kl_backward", (*rows, *masks))
-    return api.KLGradients(**_backward_entry(inputs, masks, rows, config=config, wrt=_in_order(wrt)))
-
-
-def attention_kl_value_and_grad(
-    teacher_q: jax.Array,
-    teacher_k: jax.Array,
-    student_q: jax.Array,
-    student_k: jax.Array,
-    *,
-    row_weight: Any = None,
-    reduction: str = "mean",
-    wrt: tuple[str, ...] = STUDENT,
-    teacher_scale: float | None = None,
-    student_scale: float | None = None,
-    causal: bool = False,
-    q_offset: int | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_k: jax.Array | None = None,
-    key_mask: jax.Array | None = None,
-    block_mask: BlockPattern | None = None,
-    layout: str = "bhnd",
-    precision: str = "highest",
-    deterministic: bool | None = None,
-) -> tuple[jax.Array, api.KLGradients]:
-    """Loss and gradients of concrete JAX arrays; see :func:`streamkl_cupy.attention_kl_value_and_grad`."""
-    inputs = _concrete("attention_kl_value_and_grad", _inputs(teacher_q, teacher_k, student_q, student_k))
-    options = validate.options(
-        teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask
-    )
-    wrt = validate.wanted(wrt)
-    choice("reduction", reduction, ("sum", "mean"))
-    config = _config(options, inputs)
-    masks = _masks(config, inputs, key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    _concrete("attention_kl_value_and_grad", masks)
-    value, grads = _value_and_grad(inputs, masks, row_weight, config=config, reduction=reduction, wrt=_in_order(wrt))
-    return value, api.KLGradients(**grads)
+    return value, KLGradients(**grads)
 
 
 # The jitted entries. Static arguments are hashable values, so calling again with the same ones neither traces nor
 # compiles again; a callback made anew per call would cost 10 ms each time.
 
 
-def _value(
-    inputs: tuple[Any, ...], masks: _Masks, row_weight: Any, *, config: _Config, reduction: str
-) -> api.KLForward:
+def _value(inputs: tuple[Any, ...], masks: _Masks, row_weight: Any, *, config: _Config, reduction: str) -> KLForward:
     inputs, masks = _varying_alike(inputs, masks)
     kl, teacher_lse, student_lse = _rows(config, *inputs, masks)
     # Stopped, so that a loss on the log-sum-exps has gradient zero by declaration, as with torch.
     teacher_lse, student_lse = jax.lax.stop_gradient((teacher_lse, student_lse))
     _check_weight(row_weight, kl)
     value = reduce.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
-    return api.KLForward(value, teacher_lse, student_lse)
+    return KLForward(value, teacher_lse, student_lse)
 
 
 # Nothing is computed from arrays of no elements, but they say on which device an empty result lies.
@@ -314,7 +247,8 @@ def _rows_bwd(config: _Config, residuals: Any, cotangents: tuple[Any, ...]) -> t
     if not wrt or isinstance(grad, SymbolicZero):
         return (None, None, None, None, None)
     saved = (grad, teacher_lse, student_lse, kl)
-    grads = _backward_once(config, wrt, inputs, masks, saved if {"teacher_q", "teacher_k"} & set(wrt) else saved[:3])
+    reading = validate.reads_value(config.options.divergence, wrt)
+    grads = _backward_once(config, wrt, inputs, masks, saved if reading else saved[:3])
     return (*(grads.get(name) for name in INPUT_NAMES), None)
 
 
@@ -352,7 +286,7 @@ def _forward(config: _Config, inputs: tuple[Any, ...], masks: _Masks) -> tuple[A
         return _marked((jnp.zeros(shape, dtype), nothing, nothing), like)
     rows = _Result(shape, dtype)
     callback = _forward_callback(config.options, len(shape), tuple(given))
-    results = (rows, rows, rows, *_workspace(calls.runner_for(problem).workspace_bytes))
+    results = (rows, rows, rows, *_workspace(runner_for(problem).workspace_bytes))
     launch = _buffer_callback()(callback, results, vmap_method=_vmap_method(problem))
     return _marked(launch(*inputs, *given.values())[:3], like)
 
@@ -375,7 +309,7 @@ def _backward(
         grads = tuple(jnp.zeros(x.shape, x.dtype) for x in results)
     else:
         callback = _backward_callback(config.options, wrt, len(problem.row_shape), tuple(given))
-        everything = (*results, *_workspace(calls.runner_for(problem).backward_bytes(wrt)))
+        everything = (*results, *_workspace(runner_for(problem).backward_bytes(wrt)))
         grads = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))(*arrays)[: len(results)]
     return dict(zip((name for name in INPUT_NAMES if name in wrt), _marked(grads, arrays), strict=True))
 
@@ -446,7 +380,7 @@ def _forward_callback(options: Options, lead: int, masked: tuple[str, ...]) -> C
         stream = ctx.stream if views[0].device.kind == "cuda" else 0
         for part, seen in _unfold(views, mask_views, lead, options.layout):
             given = arrays.Inputs(*part[:4])
-            ready = calls.prepare(given, options, seen)
+            ready = prepare(given, options, seen)
             # vmap may bring other launches than were planned.
             workspace, room = _lent(out[3:])
             if room < ready.workspace_bytes:
@@ -474,7 +408,7 @@ def _backward_callback(
             wanted = dict(zip(wrt, part[count:], strict=True))
             outputs = arrays.Gradients(*(wanted.get(name) for name in INPUT_NAMES))
             inputs = arrays.Inputs(*part[:4])
-            runner = calls.prepare(inputs, options, seen).runner
+            runner = prepare(inputs, options, seen).runner
             # vmap may bring other launches than were planned; what there is serves as far as it goes.
             workspace, room = _lent(out[len(wrt) :])
             runner.backward(inputs, saved, outputs, stream, workspace, seen, room)
@@ -581,49 +515,37 @@ def _is_one_axis(extents: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return all(outer == n * inner for (_, outer), (n, inner) in itertools.pairwise(real))
 
 
-def _inputs(*inputs: Any) -> tuple[jax.Array, ...]:
-    for name, x in zip(INPUT_NAMES, inputs):
+def _check_inputs(call: Call) -> None:
+    for name, x in zip(INPUT_NAMES, call.operands):
         if not isinstance(x, jax.Array):
             raise validate.not_of("jax", name, x)
         if not isinstance(x, jax.core.Tracer) and x.is_deleted():
             raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")
-    return inputs
 
 
-def _masks(config: _Config, inputs: tuple[Any, ...], *given: Any) -> _Masks:
-    """Arrays of masks, with their values checked where that can be done at once: an error inside XLA reads badly."""
-    for name, x in zip(MASK_ARRAYS, given, strict=True):
-        if x is not None and not isinstance(x, jax.Array):
+def _check_masks(config: _Config, call: Call) -> None:
+    """Check arrays of masks, and their values where that can be done at once: an error inside XLA reads badly."""
+    for name, x in _given(call.masks).items():
+        if not isinstance(x, jax.Array):
             raise arrays.no_mask_array(name, x, "jax")
-    known = {n: x for n, x in _given(given).items() if not isinstance(x, jax.core.Tracer)}
+    known = {n: x for n, x in _given(call.masks).items() if not isinstance(x, jax.core.Tracer)}
     if known and config.platform == "cpu":
-        views, seen = _standins(inputs, given, arrays.CPU)
+        views, seen = _standins(call.operands, call.masks, arrays.CPU)
         problem = validate.to_problem(views, config.options, seen)
         rules.check_values(problem, {name: np.asarray(x) for name, x in known.items()})
-    return given
 
 
-def _with_mass(rows: api.KLForward, dense: Any) -> api.KLForward | api.KLForwardMass:
+def _with_mass(rows: KLForward, dense: Any) -> KLForward | KLForwardMass:
     if dense is None:
         return rows
-    if not isinstance(dense, jax.Array) or dense.shape != rows.teacher_lse.shape:
-        raise ValueError(
-            f"dense_teacher_lse is {a_kind_of(dense)} of shape {getattr(dense, 'shape', ())}; allowed is a JAX array "
-            f"of one value per query row, {rows.teacher_lse.shape}"
-        )
+    if not isinstance(dense, jax.Array):
+        raise validate.not_of("jax", "dense_teacher_lse", dense)
+    # JAX's arrays of two dtypes know how to meet.
+    validate.one_per_row("dense_teacher_lse", dense, rows.teacher_lse.shape, dense.dtype)
     traced = any(isinstance(x, jax.core.Tracer) for x in (dense, rows.teacher_lse))
     if not traced and _platform(dense) == "cpu":
         validate.dense_lse(np.asarray(rows.teacher_lse), np.asarray(dense))
-    return api.KLForwardMass(*rows, reduce.teacher_mass(jnp, rows.teacher_lse, jax.lax.stop_gradient(dense)))
-
-
-def _concrete(function: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if any(isinstance(x, jax.core.Tracer) for x in values):
-        raise TypeError(
-            f"{function}: got a JAX tracer, which holds no numbers; inside jit, grad, vmap, scan or shard_map call "
-            f"streamkl_cupy.attention_kl, which is differentiable, instead of the explicit functions"
-        )
-    return values
+    return KLForwardMass(*rows, reduce.teacher_mass(jnp, rows.teacher_lse, jax.lax.stop_gradient(dense)))
 
 
 def _staged() -> bool:
@@ -673,7 +595,7 @@ def _check(config: _Config, inputs: tuple[Any, ...], masks: _Masks, wrt: tuple[s
     problem = validate.to_problem(views, config.options, seen)
     validate.gradients_built(problem, wrt)
     if on_gpu:
-        calls.runner_for(problem).warmup(wrt)
+        runner_for(problem).warmup(wrt)
     return problem
 
 

@@ -8,33 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
 
+InputName = Literal["teacher_q", "teacher_k", "student_q", "student_k"]
+Wrt: TypeAlias = tuple[InputName, ...]
 INPUT_NAMES: Final = ("teacher_q", "teacher_k", "student_q", "student_k")
-MASK_ARRAYS = ("key_lengths", "cu_seqlens_q", "cu_seqlens_k", "key_mask")
 STUDENT: Final = ("student_q", "student_k")
 
 
 def counted(number: int, one: str, many: str = "") -> str:
     """A number with its noun: 1 block, 2 blocks."""
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-class Options(NamedTuple):
-    """The keyword arguments shared by every entry point, as the caller gave them."""
-
-    teacher_scale: float | None = None
-    student_scale: float | None = None
-    causal: bool = False
-    q_offset: int | None = None
-    layout: str = "bhnd"
-    precision: str = "highest"
-    deterministic: bool | None = None
-    window: tuple[int, int] | None = None
-    block_mask: BlockPattern | None = None
 
 
 class Device(NamedTuple):

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from .options import SHARED
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _MASKS = (
@@ -111,19 +113,25 @@ _OF_MAPS = (
 _functions: dict[str, frozenset[str]] = {}
 
 
-def answered(too_many: str | None = None, outside_programs: bool = False) -> Callable[[_F], _F]:
-    """Decorate a function so that wrong keywords and numbers of arrays are answered by name.
+def public(run: Callable[..., Any], too_many: str | None = None, outside_programs: bool = False) -> Callable[[_F], _F]:
+    """Decorate a signature and its documentation to be the function that people call.
 
-    `too_many` is what to say about more positional arguments than there are. Costs a loop over the names given; plain
-    enough for torch.compile to trace. `outside_programs` keeps that out: a function that computes on memory by its
-    address is neither to be translated nor to be run on stand-ins.
+    `run(arrays, options, **own)` does the work: the arrays in their order, those options of the table that were given,
+    by name, and all that are this function's alone. Wrong keywords and numbers of arrays are answered by name.
+    `too_many` is what to say about more positional arguments than there are. Plain enough for torch.compile to trace.
+    `outside_programs` keeps that out: a function that computes on memory by its address is neither to be translated nor
+    to be run on stand-ins.
     """
 
     def decorate(function: _F) -> _F:
         signature = inspect.signature(function)
-        positional = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        needed = tuple(p.name for p in positional if p.default is p.empty)
-        places, known, name = len(positional), frozenset(signature.parameters), function.__name__
+        arrays = tuple(p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
+        own = {
+            p.name: p.default
+            for p in signature.parameters.values()
+            if p.kind is p.KEYWORD_ONLY and p.name not in SHARED
+        }
+        places, known, name = len(arrays), frozenset(signature.parameters), function.__name__
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
@@ -132,17 +140,22 @@ def answered(too_many: str | None = None, outside_programs: bool = False) -> Cal
                     raise TypeError(_unknown(name, option, known))
             if len(args) != places:
                 if len(args) > places:
-                    raise TypeError(_too_many(name, args, [p.name for p in positional], too_many))
-                for argument in needed[len(args) :]:
+                    raise TypeError(_too_many(name, args, arrays, too_many))
+                for argument in arrays[len(args) :]:
                     if argument not in options:
-                        raise TypeError(_too_few(name, needed, [x for x in needed[len(args) :] if x not in options]))
+                        raise TypeError(_too_few(name, arrays, [x for x in arrays[len(args) :] if x not in options]))
+                args = (*args, *[options.pop(argument) for argument in arrays[len(args) :]])
+            alone = {option: options.pop(option, default) for option, default in own.items()} if options else own
+            for option in options:
+                if option not in SHARED:
+                    raise TypeError(f"{name}() got multiple values for argument {option!r}")
             if outside_programs:
                 compiler = getattr(sys.modules.get("torch"), "compiler", None)
                 if compiler is not None and compiler.is_compiling():
                     from .torch import outside_programs as interrupt
 
-                    return interrupt(function, *args, **options)
-            return function(*args, **options)
+                    return interrupt(run, args, options, **alone)
+            return run(args, options, **alone)
 
         call.__signature__ = _Readable(  # type: ignore[attr-defined]
             list(signature.parameters.values()), return_annotation=signature.return_annotation
@@ -187,7 +200,7 @@ def _unknown(function: str, option: str, known: Iterable[str]) -> str:
     return begin + (f"is {near[0]} meant?" if near else f"there are {', '.join(sorted(known))}")
 
 
-def _too_many(function: str, args: tuple[Any, ...], names: list[str], special: str | None) -> str:
+def _too_many(function: str, args: tuple[Any, ...], names: tuple[str, ...], special: str | None) -> str:
     if special is None:
         extra = args[len(names)]
         if isinstance(extra, bool):

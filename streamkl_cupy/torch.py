@@ -18,25 +18,20 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import api, arrays, calls, reduce, validate
-from .arguments import a_kind_of, choice
+from . import arrays, reduce, validate
+from .arguments import a_kind_of
 from .arrays import RowStats, Saved
-from .problem import INPUT_NAMES, MASK_ARRAYS, Options
-from .signatures import answered
+from .call import ATTENTION_KL, Call
+from .options import MASK_ARRAYS, NO_MASKS, TABLE, Options
+from .problem import INPUT_NAMES
+from .results import KLForward, KLForwardMass
+from .signatures import public
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
 
 __all__ = ["attention_kl"]
 
-_INPUTS = ", ".join(f"Tensor {name}" for name in INPUT_NAMES)
-_MASKS = ", ".join(f"Tensor? {name}" for name in MASK_ARRAYS)
-# Those of `Options`, with the key of the pattern in place of the pattern; and both scales again, where a tracer holds
-# one as a symbol: (2,) float64 on the CPU, which count for a side that has a scale at all.
-_OPTIONS = (
-    "float? teacher_scale, float? student_scale, bool causal, SymInt? q_offset, str layout, str precision, "
-    "bool? deterministic, SymInt[]? window, Tensor? block_mask, Tensor? scales=None"
-)
 _NO_SECOND_ORDER = (
     "streamkl_cupy.attention_kl has first-order gradients only: its backward cannot be differentiated again. "
     "Drop create_graph=True (or the outer torch.func transform), or use a dense attention KL where second-order "
@@ -48,7 +43,52 @@ _NO_FORWARD_MODE = (
 )
 
 
-@answered()
+def loss(
+    inputs: tuple[Any, ...],
+    given: dict[str, Any],
+    row_weight: Any,
+    reduction: str,
+    return_lse: bool,
+    dense_teacher_lse: Any,
+) -> Any:
+    """`attention_kl` of arrays and options by name."""
+    for name, x in zip(INPUT_NAMES, inputs):
+        if not isinstance(x, Tensor):
+            raise validate.not_of("torch", name, x)
+    validate.loss(reduction, return_lse, dense_teacher_lse)
+    traced = _traced()
+    call = Call.of(ATTENTION_KL, inputs, given, symbols=traced)
+    masks = call.masks
+    if masks is not NO_MASKS:
+        for name, x in zip(MASK_ARRAYS, masks):
+            if x is not None and not isinstance(x, Tensor):
+                raise arrays.no_mask_array(name, x, "torch")
+    if not traced and _plain(inputs) and _plain_masks(masks):
+        kl, teacher_lse, student_lse = (view.array for view in call.ready().forward())
+    elif traced:
+        dynamo = torch.compiler.is_dynamo_compiling()
+        kl, teacher_lse, student_lse = _in_graph(dynamo, *inputs, *masks, *_with_key(call.options))
+    else:
+        for name, x in zip((*INPUT_NAMES, *MASK_ARRAYS), (*inputs, *masks)):
+            if type(x) is not Tensor and x is not None:
+                _refuse_distributed(name, x)
+        kl, teacher_lse, student_lse = _AttentionKL.apply(*inputs, *masks, call.options, None)  # type: ignore[no-untyped-call]
+    if row_weight is not None:
+        _check_given("row_weight", row_weight, kl)
+        validate.weights(row_weight, kl.shape)
+    value = reduce.reduce_rows(torch, kl, teacher_lse, row_weight, reduction)
+    if dense_teacher_lse is None:
+        return KLForward(value, teacher_lse, student_lse) if return_lse else value
+    _check_given("dense_teacher_lse", dense_teacher_lse, kl)
+    validate.one_per_row("dense_teacher_lse", dense_teacher_lse, kl.shape, kl.dtype)
+    dense = dense_teacher_lse.detach()
+    if not traced and teacher_lse.device.type == "cpu" and _plain((teacher_lse, dense)):
+        validate.dense_lse(teacher_lse.numpy(), dense.numpy(force=True))
+    mass = reduce.teacher_mass(torch, teacher_lse, dense)
+    return KLForwardMass(value, teacher_lse, student_lse, mass)
+
+
+@public(loss)
 def attention_kl(
     teacher_q: Tensor,
     teacher_k: Tensor,
@@ -65,6 +105,7 @@ def attention_kl(
     cu_seqlens_k: Tensor | None = None,
     key_mask: Tensor | None = None,
     block_mask: BlockPattern | None = None,
+    divergence: str = "kl",
     row_weight: Any = None,
     reduction: str = "none",
     layout: str = "bhnd",
@@ -93,84 +134,21 @@ def attention_kl(
         >>> bool(student.grad.abs().max() < 1e-5)  # student equals teacher: a stationary point
         True
     """
-    inputs = (teacher_q, teacher_k, student_q, student_k)
-    for name, x in zip(INPUT_NAMES, inputs):
-        if not isinstance(x, Tensor):
-            raise validate.not_of("torch", name, x)
-    if reduction != "none":
-        choice("reduction", reduction, validate.REDUCTIONS)
-    masks = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    for mask_name, mask in zip(MASK_ARRAYS, masks):
-        if mask is not None and not isinstance(mask, Tensor):
-            raise arrays.no_mask_array(mask_name, mask, "torch")
-    # Symbols of a tracer are no numbers to look at; the operator looks when it runs.
-    traced = _traced()
-    scales = (None, None) if traced else (teacher_scale, student_scale)
-    options = validate.options(*scales, causal, q_offset, layout, precision, deterministic, window, block_mask)
-    if traced:
-        kl, teacher_lse, student_lse = _in_graph(
-            torch.compiler.is_dynamo_compiling(),
-            *inputs,
-            *masks,
-            teacher_scale,
-            student_scale,
-            *options[2:-1],
-            _key(block_mask),
-        )
-    elif _plain(inputs) and (key_mask is None or type(key_mask) is Tensor):
-        views, seen = calls.view_inputs(*inputs), calls.view_masks(*masks)
-        ready = calls.prepare(views, options, seen)
-        kl, teacher_lse, student_lse = (view.array for view in calls.forward(views, ready, seen))
-    else:
-        for kind, given in zip((*INPUT_NAMES, *MASK_ARRAYS), (*inputs, *masks)):
-            _refuse_distributed(kind, given)
-        kl, teacher_lse, student_lse = _AttentionKL.apply(*inputs, *masks, *options[:-1], _key(block_mask))  # type: ignore[no-untyped-call]
-    if row_weight is not None:
-        _check_weight(row_weight, kl)
-    value = reduce.reduce_rows(torch, kl, teacher_lse, row_weight, reduction)
-    if dense_teacher_lse is None:
-        return api.KLForward(value, teacher_lse, student_lse) if return_lse else value
-    if not return_lse:
-        raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
-    _check_dense(dense_teacher_lse, teacher_lse)
-    dense = dense_teacher_lse.detach()
-    if not traced and teacher_lse.device.type == "cpu" and _plain((teacher_lse, dense)):
-        validate.dense_lse(teacher_lse.numpy(), dense.numpy(force=True))
-    mass = reduce.teacher_mass(torch, teacher_lse, dense)
-    return api.KLForwardMass(value, teacher_lse, student_lse, mass)
 
 
-def _check_dense(dense: Any, rows: Tensor) -> None:
-    """`validate.row_array` in words that torch.compile can trace."""
-    if not isinstance(dense, Tensor) or dense.dtype != rows.dtype or dense.device != rows.device:
-        raise TypeError(
-            f"dense_teacher_lse is {a_kind_of(dense)}; allowed is a {rows.dtype} torch tensor on {rows.device}, the "
-            f"teacher_lse of the dense call"
-        )
-    if dense.shape != rows.shape:
-        raise ValueError(
-            f"dense_teacher_lse: shape {tuple(dense.shape)}, but there is one value per query row: expected "
-            f"{tuple(rows.shape)}"
-        )
+def _check_given(name: str, x: Any, rows: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise validate.not_of("torch", name, x)
+    validate.same_device("student_q", rows.device, name, x.device)
 
 
-def _check_weight(weight: Any, rows: Tensor) -> None:
-    """`validate.row_weight` in words that torch.compile can trace."""
-    if not isinstance(weight, Tensor) or weight.is_complex():
-        raise TypeError(
-            f"row_weight is {a_kind_of(weight)}; allowed is a torch tensor of real numbers or bool, such as "
-            f"torch.as_tensor(row_weight, device=student_q.device)"
-        )
-    if weight.device != rows.device:
-        raise ValueError(f"row_weight is on {weight.device}, but the inputs are on {rows.device}; move it first")
-    shape, full = tuple(weight.shape), tuple(rows.shape)
-    if len(shape) > len(full) or not all(n == 1 or n == m for n, m in zip(reversed(shape), reversed(full))):
-        raise ValueError(f"row_weight: shape {shape} does not broadcast to the rows {full}")
-
-
-def _key(pattern: BlockPattern | None) -> Tensor | None:
-    """What operators are handed of a pattern."""
-    return None if pattern is None else torch.from_numpy(pattern.key)
+def _with_key(options: Options) -> Any:
+    """Options as operators take them: with a tensor that names the pattern, where there is one."""
+    pattern = options.block_mask
+    if pattern is None or isinstance(pattern, Tensor):
+        return options
+    key: Any = torch.from_numpy(pattern.key)
+    return options._replace(block_mask=key)
 
 
 def _refuse_distributed(name: str, x: Any) -> None:
@@ -194,29 +172,28 @@ def _in_graph(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     One function of the graph, because the tracer of Python code does not tell a symbol from a number.
     """
-    dynamo, *arrays, teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, key = (
-        args
-    )
-    if dynamo and key is not None and torch.compiler.is_exporting():
+    dynamo, call = args[0], _call(args[1:])
+    options, packed = call.options, None
+    if dynamo and options.block_mask is not None and torch.compiler.is_exporting():
         raise NotImplementedError(
             "block_mask under torch.export.export(strict=True), which makes of the pattern a constant that holds no "
             "numbers; pass strict=False"
         )
-    scales = (teacher_scale, student_scale)
+    scales = (options.teacher_scale, options.student_scale)
     if any(isinstance(scale, torch.SymFloat) for scale in scales):
         one = torch.ones((), dtype=torch.float64)
         packed = torch.stack([one * (1.0 if scale is None else scale) for scale in scales])
-        scales = (None if teacher_scale is None else 1.0, None if student_scale is None else 1.0)
-    else:
-        packed = None
-        scales = validate.options(*scales)[:2]
+        scales = (None if scales[0] is None else 1.0, None if scales[1] is None else 1.0)
+    options = _with_scales(options, scales)
     if getattr(forward_ad, "_current_level", -1) >= 0:  # programs are compiled anew for each level
         raise NotImplementedError(_NO_FORWARD_MODE)
-    options = (*scales, causal, q_offset, layout, precision, deterministic, window, key, packed)
-    forward: Any = _forward_op if key is None and packed is None else _forward_on_host
+    arrays = (*call.operands, *call.masks)
+    rows: tuple[Tensor, Tensor, Tensor]
     if _transforms_active():  # which do not support the derivative of an operator
-        forward = _AttentionKL.apply
-    rows: tuple[Tensor, Tensor, Tensor] = forward(*arrays, *options)
+        rows = _AttentionKL.apply(*arrays, options, packed)  # type: ignore[no-untyped-call]
+    else:
+        forward = _forward_op if options.block_mask is None and packed is None else _forward_on_host
+        rows = forward(*arrays, *options, packed)
     return rows
 
 
@@ -248,27 +225,77 @@ def _plain(inputs: Sequence[Tensor]) -> bool:
     return True
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """What the backward of a forward reads, kept by the graph: the arrays, the saved rows, the options."""
+def _plain_masks(masks: tuple[Tensor | None, ...]) -> bool:
+    """The same of what masks read, which nothing differentiates by."""
+    return masks is NO_MASKS or all(x is None or type(x) is Tensor for x in masks)
+
+
+# Where the arguments of the operators begin that are not inputs: arrays of masks, options, and what is beyond them. In
+# front of these the backward operator takes what is saved, and which gradients are wanted.
+_MASKS = len(INPUT_NAMES)
+_OPTIONS = _MASKS + len(MASK_ARRAYS)
+_SCALES = _OPTIONS + len(TABLE)
+_SAVED = len(("grad", "teacher_lse", "student_lse", "kl", "wanted"))
+_SCHEMA = ", ".join(
+    (
+        *(f"Tensor {name}" for name in INPUT_NAMES),
+        *(f"Tensor? {name}" for name in MASK_ARRAYS),
+        *(f"{row.schema} {name}" for name, row in TABLE.items()),
+        "Tensor? scales=None",
+    )
+)
+_SAVED_SCHEMA = "Tensor grad, Tensor teacher_lse, Tensor student_lse, Tensor? kl, bool[] wanted"
+
+
+def _call(args: tuple[Any, ...]) -> Call:
+    """The arguments of the forward operator by name. A schema knows lists for tuples, and no patterns: options have
+    these until they are `_unpacked`."""
+    return Call(ATTENTION_KL, args[:_MASKS], Options._make(args[_OPTIONS:_SCALES]), args[_MASKS:_OPTIONS])
+
+
+def _scales(args: tuple[Any, ...]) -> Any:
+    """Both scales again, where a tracer holds one as a symbol: (2,) float64 on the CPU, which count for a side that has
+    a scale at all."""
+    return args[_SCALES] if len(args) > _SCALES else None
+
+
+def _flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments that end in options and scales, as an operator takes them."""
+    *arrays, options, scales = args
+    flat = (*arrays, *_with_key(options))
+    return flat if scales is None else (*flat, scales)  # an argument that is left out costs nothing
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Keep what the backward of a forward reads: the arrays, the saved rows, the options."""
     kl, teacher_lse, student_lse = output
+    *arrays, options, scales = inputs
     ctx.mark_non_differentiable(teacher_lse, student_lse)
     ctx.set_materialize_grads(False)
-    # Only the teacher's gradient reads kl; otherwise the caller may scale it in place.
-    saved_kl = kl if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else None
-    # The last options are tensors too.
-    ctx.save_for_backward(*inputs[:4], teacher_lse, student_lse, saved_kl, *inputs[4:8], *inputs[16:])
-    ctx.options = inputs[8:16]
+    # Where no gradient reads kl, the caller may scale it in place.
+    saved_kl = kl if _reads_value(options.divergence, ctx.needs_input_grad[:_MASKS]) else None
+    # Tensors among the options are kept as such.
+    key = options.block_mask if isinstance(options.block_mask, Tensor) else None
+    ctx.options = options if key is None else options._replace(block_mask=None)
+    ctx.save_for_backward(teacher_lse, student_lse, saved_kl, *arrays, key, scales)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, backward: Any) -> tuple[Tensor | None, ...]:
     """Gradients by every argument of a forward, computed by `backward`."""
-    wanted = list(ctx.needs_input_grad[:4])
+    wanted = list(ctx.needs_input_grad[:_MASKS])
     nothing = (None,) * len(ctx.needs_input_grad)
     if grad is None or not any(wanted):
         return nothing
-    saved = ctx.saved_tensors
-    grads = backward(grad, *saved[:11], wanted, *ctx.options, *saved[11:])
-    return (*(g if w else None for g, w in zip(grads, wanted)), *nothing[4:])
+    *saved, key, scales = ctx.saved_tensors
+    options = ctx.options if key is None else ctx.options._replace(block_mask=key)
+    rows, arrays = saved[:3], saved[3:]
+    grads = backward(grad, *rows, wanted, *arrays, options, scales)
+    return (*(g if w else None for g, w in zip(grads, wanted)), *nothing[_MASKS:])
+
+
+@functools.lru_cache(maxsize=256)
+def _reads_value(divergence: str, wanted: tuple[bool, ...]) -> bool:
+    return bool(validate.reads_value(divergence, tuple(name for name, w in zip(INPUT_NAMES, wanted) if w)))
 
 
 def _refuse_second_order(ctx: Any, *grads: Any) -> NoReturn:
@@ -282,13 +309,17 @@ class _AttentionKL(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        launch: Any = _launch_forward if _plain(args[:4]) else _forward_op
-        rows: tuple[Tensor, Tensor, Tensor] = launch(*args)
+        rows: tuple[Tensor, Tensor, Tensor]
+        if _plain(args[:_MASKS]):
+            *_, options, _ = args
+            rows = _launch(Call(ATTENTION_KL, args[:_MASKS], options, args[_MASKS:_OPTIONS]))
+        else:
+            rows = _forward_op(*_flat(args))
         return rows
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _setup_context(ctx, inputs, output)
+        _keep(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_lse_grads: None) -> tuple[Tensor | None, ...]:
@@ -311,7 +342,7 @@ class _AttentionKLBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Always the operator: is_grads_batched hands over batched tensors that nothing here could recognise.
-        grads: tuple[Tensor, Tensor, Tensor, Tensor] = _backward_op(*args)
+        grads: tuple[Tensor, Tensor, Tensor, Tensor] = _backward_op(*_flat(args))
         return grads
 
     @staticmethod
@@ -323,122 +354,102 @@ class _AttentionKLBackward(torch.autograd.Function):
         _refuse_second_order(ctx, *grads)
 
 
-def _launch_forward(
-    teacher_q: Tensor,
-    teacher_k: Tensor,
-    student_q: Tensor,
-    student_k: Tensor,
-    key_lengths: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    key_mask: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    chosen = _unpacked(*options)
-    ready = calls.prepare(inputs, chosen, masks)
+def _launch_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch(_unpacked(args))
+
+
+def _launch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    ready = call.ready()
     # Three allocations, where the direct path makes one: operator outputs must not share memory.
-    rows = RowStats(*(arrays.empty(inputs.student_q, ready.row_shape, ready.stat_dtype) for _ in range(3)))
-    calls.launch_forward(inputs, ready, rows, masks)
-    if chosen.block_mask is not None:
+    like = ready.inputs.student_q
+    rows = RowStats(*(arrays.empty(like, ready.checked.row_shape, ready.checked.stat_dtype) for _ in range(3)))
+    ready.launch(rows)
+    if call.options.block_mask is not None:
         # What a backward reads keeps the pattern, of which operators know the key only.
-        rows.student_lse.array._streamkl_block_mask = chosen.block_mask
+        rows.student_lse.array._streamkl_block_mask = call.options.block_mask
     return rows.kl.array, rows.teacher_lse.array, rows.student_lse.array
 
 
-def _launch_backward(
-    grad: Tensor,
-    teacher_q: Tensor,
-    teacher_k: Tensor,
-    student_q: Tensor,
-    student_k: Tensor,
-    teacher_lse: Tensor,
-    student_lse: Tensor,
-    kl: Tensor | None,
-    key_lengths: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    key_mask: Tensor | None,
-    wanted: Sequence[bool],
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _launch_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the wanted inputs; of the others an empty tensor, as batching fallbacks want a fixed count."""
+    grad, teacher_lse, student_lse, kl, wanted = args[:_SAVED]
     wrt = tuple(name for name, w in zip(INPUT_NAMES, wanted) if w)
-    inputs = calls.view_inputs(teacher_q, teacher_k, student_q, student_k)
-    masks = calls.view_masks(key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
-    ready = calls.prepare(inputs, _unpacked(*options), masks)
-    validate.gradients_built(ready.problem, wrt)
+    call = _unpacked(args[_SAVED:])
+    ready = call.ready()
+    validate.gradients_built(ready.checked.problem, wrt)
     saved = Saved(
         arrays.describe("grad", grad),
         arrays.describe("teacher_lse", teacher_lse),
         arrays.describe("student_lse", student_lse),
         None if kl is None else arrays.describe("kl", kl),
     )
-    grads = calls.backward(inputs, ready, saved, wrt, masks)
-    a, b, c, d = (student_q.new_empty(0) if g is None else g for g in grads)
+    a, b, c, d = (call.operands[2].new_empty(0) if g is None else g for g in ready.backward(saved, wrt))
     return a, b, c, d
 
 
-def _unpacked(
-    teacher_scale: float | None,
-    student_scale: float | None,
-    causal: bool,
-    q_offset: int | None,
-    layout: str,
-    precision: str,
-    deterministic: bool | None,
-    window: Sequence[int] | None,
-    block_mask: Tensor | None,
-    scales: Tensor | None = None,
-) -> Options:
-    """Options as the operators take them: a schema knows lists for tuples, and no patterns."""
+def _unpacked(args: tuple[Any, ...]) -> Call:
+    """The call that the forward operator is asked for, with options as all others have them."""
+    call, scales = _call(args), _scales(args)
+    options: Any = call.options
+    window, key = options.window, options.block_mask
+    if scales is None and window is None and key is None:
+        return call
     if scales is not None:  # numbers that nobody has looked at yet
-        read = (None if given is None else x for given, x in zip((teacher_scale, student_scale), scales.tolist()))
-        teacher_scale, student_scale = validate.options(*read)[:2]
-    pair = None if window is None else (window[0], window[1])
+        given = (options.teacher_scale, options.student_scale)
+        options = _with_scales(options, [None if scale is None else x for scale, x in zip(given, scales.tolist())])
     pattern = None
-    if block_mask is not None:
+    if key is not None:
         # Imported here, because most programs have none.
         from .patterns.pattern import pattern_of
 
-        pattern = pattern_of(block_mask.numpy().tobytes().hex())
-    return Options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, pair, pattern)
+        pattern = pattern_of(key.numpy().tobytes().hex())
+    options = options._replace(window=window and (window[0], window[1]), block_mask=pattern)
+    return call._replace(options=options)
 
 
-def _fake_forward(teacher_q: Tensor, teacher_k: Tensor, student_q: Tensor, student_k: Tensor, *options: Any) -> Any:
+def _with_scales(options: Options, scales: Sequence[Any]) -> Options:
+    """The options with scales that are checked now."""
+    names = ("teacher_scale", "student_scale")
+    teacher, student = (None if x is None else TABLE[name].check(name, x) for name, x in zip(names, scales))
+    return options._replace(teacher_scale=teacher, student_scale=student)
+
+
+def _fake_forward(*args: Any) -> Any:
+    teacher_q, _, student_q, _ = _call(args).operands
     wide = torch.float64 in (teacher_q.dtype, student_q.dtype)
     dtype = torch.float64 if wide else torch.float32
     return tuple(student_q.new_empty(student_q.shape[:-1], dtype=dtype) for _ in range(3))
 
 
-def _fake_backward(grad: Tensor, *args: Any) -> Any:
-    inputs, wanted = args[:4], args[11]
-    return tuple(x.new_empty(x.shape) if w else args[2].new_empty(0) for x, w in zip(inputs, wanted))
+def _fake_backward(*args: Any) -> Any:
+    wanted, inputs = args[_SAVED - 1], _call(args[_SAVED:]).operands
+    return tuple(x.new_empty(x.shape) if w else inputs[2].new_empty(0) for x, w in zip(inputs, wanted))
 
 
 def _forward_of_batches(op: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    if args[5] is not None:
+    call, dims = _call(args), _call(in_dims)
+    if _packed(call):
         return _looped(op, info.batch_size, in_dims, args)
-    folded = _Fold(info.batch_size, args[2], in_dims[2], layout=args[12])
-    inputs = [folded.fold(x, d) for x, d in zip(args[:4], in_dims)]
-    masks = [folded.fold_mask(*x) for x in zip(MASK_ARRAYS, args[4:8], in_dims[4:8])]
-    rows = op(*inputs, *masks, *args[8:])
+    folded = _Fold(info.batch_size, call, dims)
+    rows = op(*folded.arguments(call, dims), _scales(args))
     return tuple(folded.unfold(x) for x in rows), (0, 0, 0)
 
 
 def _backward_of_batches(op: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    if args[9] is not None:
+    *rows, wanted = args[:_SAVED]
+    call, dims = _call(args[_SAVED:]), _call(in_dims[_SAVED:])
+    if _packed(call):
         return _looped(op, info.batch_size, in_dims, args)
-    folded = _Fold(info.batch_size, args[3], in_dims[3], layout=args[17])
-    grad, *rest = args[:8]
-    inputs = [folded.fold(x, d) for x, d in zip(rest[:4], in_dims[1:5])]
-    saved = [None if x is None else folded.fold(x, d) for x, d in zip(rest[4:], in_dims[5:8])]
-    masks = [folded.fold_mask(*x) for x in zip(MASK_ARRAYS, args[8:12], in_dims[8:12])]
-    wanted = args[12]
-    grads = op(folded.fold(grad, in_dims[0]), *inputs, *saved, *masks, *args[12:])
+    folded = _Fold(info.batch_size, call, dims)
+    saved = [None if x is None else folded.fold(x, d) for x, d in zip(rows, in_dims)]
+    grads = op(*saved, wanted, *folded.arguments(call, dims), _scales(args[_SAVED:]))
     out_dims = tuple(0 if w else None for w in wanted)
     return tuple(folded.unfold(g) if w else g for g, w in zip(grads, wanted)), out_dims
+
+
+def _packed(call: Call) -> bool:
+    """Whether there are packed sequences, which have no batch axis that vmap's could become part of."""
+    return dict(zip(MASK_ARRAYS, call.masks))["cu_seqlens_q"] is not None
 
 
 def _saves_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -451,19 +462,21 @@ def _operators(suffix: str = "", tags: Sequence[Any] = ()) -> tuple[Any, Any]:
         f"streamkl::attention_kl_forward{suffix}",
         _launch_forward,
         mutates_args=(),
-        schema=f"({_INPUTS}, {_MASKS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+        schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)",
         tags=tags,
     )
     backward = torch.library.custom_op(
         f"streamkl::attention_kl_backward{suffix}",
         _launch_backward,
         mutates_args=(),
-        schema=f"(Tensor grad, {_INPUTS}, Tensor teacher_lse, Tensor student_lse, Tensor? kl, {_MASKS}, bool[] wanted, "
-        f"{_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        schema=f"({_SAVED_SCHEMA}, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
         tags=tags,
     )
     forward.register_autograd(
-        lambda ctx, grad, *_lse_grads: _differentiate(ctx, grad, backward), setup_context=_setup_context
+        lambda ctx, grad, *_lse_grads: _differentiate(ctx, grad, lambda *args: backward(*_flat(args))),
+        setup_context=lambda ctx, inputs, output: _keep(
+            ctx, (*inputs[:_OPTIONS], _call(inputs).options, _scales(inputs)), output
+        ),
     )
     backward.register_autograd(_refuse_second_order, setup_context=_saves_nothing)
     forward.register_fake(_fake_forward)
@@ -498,21 +511,28 @@ def _looped(op: Any, size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...])
 class _Fold:
     """Makes the axis that vmap adds part of the batch axis, and takes it out of the results again."""
 
-    def __init__(self, size: int, example: Tensor, dim: int | None, layout: str) -> None:
+    def __init__(self, size: int, call: Call, dims: Call) -> None:
+        example, dim = call.operands[2], dims.operands[2]
         self.size = size
         self.rank = example.dim() - (dim is not None)
-        self.head_axis = 2 if layout == "bnhd" else 1
+        self.head_axis = 2 if call.options.layout == "bnhd" else 1
         shape = [n for axis, n in enumerate(example.shape) if axis != dim]
         self.batch = shape[0] if self.rank == 4 else 1
 
-    def fold(self, x: Tensor, dim: int | None) -> Tensor:
+    def arguments(self, call: Call, dims: Call) -> tuple[Any, ...]:
+        """Those of the forward operator, but for the scales."""
+        inputs = [self.fold(x, d) for x, d in zip(call.operands, dims.operands)]
+        masks = [self.fold_mask(*x) for x in zip(MASK_ARRAYS, call.masks, dims.masks)]
+        return (*inputs, *masks, *call.options)
+
+    def fold(self, x: Tensor, dim: Any) -> Tensor:
         """An operand or a row array: what comes before its rows is the same in both."""
         x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
         if self.rank == 2:
             return x.unsqueeze(self.head_axis)
         return x.flatten(0, 1) if self.rank == 4 else x
 
-    def fold_mask(self, name: str, x: Tensor | None, dim: int | None) -> Tensor | None:
+    def fold_mask(self, name: str, x: Tensor | None, dim: Any) -> Tensor | None:
         """An array of a mask, whose first axis is the batch axis where there is one."""
         if x is None:
             return None

@@ -7,80 +7,27 @@ here touches the contents of an array, and nothing has been launched or allocate
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import arrays
 from .adapters import dtype_label
-from .arguments import FAR, a_kind_of, choice, flag, integer, listed, with_article
+from .arguments import a_kind_of, choice, listed, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
+from .options import LAYOUTS, MASK_ARRAYS, REDUCTIONS, Options
 from .planning import MAX_DIM, MAX_TEACHER_DIM
-from .problem import (
-    INPUT_NAMES,
-    MASK_ARRAYS,
-    Operand,
-    Options,
-    Problem,
-    Side,
-    canonical_strides,
-    compact_strides,
-)
+from .problem import INPUT_NAMES, Operand, Problem, Side, Wrt, canonical_strides, compact_strides
 from .rules import masks as rules
+from .rules.divergences import DIVERGENCES
 
-if TYPE_CHECKING:
-    from .typed import InputName
-
-LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
-PRECISIONS = ("highest", "high")
-REDUCTIONS = ("none", "sum", "mean")
-OPS = ("attention_kl",)
 MAX_SCALE = 2e38  # times log2(e) it must still be a float32
 WRT_EXAMPLE = 'wrt=("student_q", "student_k")'
 
 
-def options(
-    teacher_scale: Any = None,
-    student_scale: Any = None,
-    causal: Any = False,
-    q_offset: Any = None,
-    layout: Any = "bhnd",
-    precision: Any = "highest",
-    deterministic: Any = None,
-    window: Any = None,
-    block_mask: Any = None,
-) -> Options:
-    """The shared keyword arguments as plain Python values, so that equal requests are equal cache keys."""
-    if teacher_scale is not None:
-        teacher_scale = _scale("teacher_scale", teacher_scale)
-    if student_scale is not None:
-        student_scale = _scale("student_scale", student_scale)
-    if type(causal) is not bool:
-        causal = flag("causal", causal)
-    if q_offset is not None:
-        q_offset = integer("q_offset", q_offset)
-        if not causal and window is None:
-            raise ValueError(
-                f"q_offset={q_offset} moves the diagonal of causal and window, but there is neither; pass causal=True "
-                f"or a window, or leave it out"
-            )
-    if window is not None:
-        window = _window(window)
-    if block_mask is not None:
-        _pattern(block_mask)
-    if layout != "bhnd":
-        choice("layout", layout, LAYOUTS)
-    if precision != "highest":
-        choice("precision", precision, PRECISIONS)
-    if deterministic is not None and type(deterministic) is not bool:
-        deterministic = flag("deterministic", deterministic, "True, False and None")
-    if q_offset is not None or window is not None:
-        q_offset, window = _near(q_offset, window)
-    return Options(teacher_scale, student_scale, causal, q_offset, layout, precision, deterministic, window, block_mask)
-
-
-def wanted(wrt: Any, has_kl: bool = True) -> tuple[InputName, ...]:
+def wanted(wrt: Any) -> Wrt:
     """The names of `wrt`, checked."""
     if isinstance(wrt, str):
         raise TypeError(f"wrt={wrt!r} is a string; write it as a tuple: wrt=({wrt!r},)")
@@ -93,13 +40,24 @@ def wanted(wrt: Any, has_kl: bool = True) -> tuple[InputName, ...]:
         raise ValueError(f"wrt is empty; name at least one input, such as {WRT_EXAMPLE}")
     if len(set(wrt)) != len(wrt):
         raise ValueError(f"wrt={tuple(wrt)!r} names an input twice; name each once")
-    teacher = [name for name in wrt if name.startswith("teacher")]
-    if teacher and not has_kl:
+    return tuple(wrt)
+
+
+@lru_cache(maxsize=256)
+def reads_value(divergence: str, wrt: tuple[str, ...]) -> tuple[str, ...]:
+    """The inputs among those named whose gradients read the row's value."""
+    sides = DIVERGENCES[divergence].needs_value
+    return tuple(name for name in wrt if name.startswith(sides))
+
+
+def value_given(kl: Any, divergence: str, wrt: tuple[str, ...]) -> None:
+    """Refuse gradients that read the row's value where none came."""
+    reading = reads_value(divergence, wrt)
+    if kl is None and reading:
         raise ValueError(
-            f"wrt asks for {teacher[0]}, whose gradient needs the row values: pass the whole result of "
+            f"wrt asks for {reading[0]}, whose gradient needs the row values: pass the whole result of "
             f"attention_kl_forward as saved=, or its kl as kl="
         )
-    return tuple(wrt)
 
 
 def saved_rows(saved: Any, teacher_lse: Any, student_lse: Any, kl: Any) -> tuple[Any, Any, Any]:
@@ -247,6 +205,7 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
         rank=len(tq.shape),
         precision=chosen.precision,
         deterministic=bool(chosen.deterministic),
+        divergence=chosen.divergence,
         sequences=asked.sequences,
     )
 
@@ -275,20 +234,53 @@ def same_place(first: ArrayView, view: ArrayView) -> None:
     """One framework and one device for all arrays of a call."""
     if view.framework != first.framework:
         one_framework({first.name: first.framework, view.name: view.framework})
-    if view.device is not first.device and view.device != first.device:
-        raise ValueError(
-            f"{first.name} is on {first.device}, but {view.name} is on {view.device}; all arrays of a call live on one "
-            f"device. Move {view.name} first"
-        )
+    same_device(first.name, first.device, view.name, view.device)
 
 
 def row_array(view: ArrayView, row_shape: tuple[int, ...], dtype: str, like: ArrayView) -> None:
     """Check an array with one value per query row: grad, kl or a log-sum-exp."""
-    if view.shape != row_shape:
-        raise ValueError(f"{view.name}: shape {view.shape}, but there is one value per query row: expected {row_shape}")
-    if view.dtype != dtype:
-        raise TypeError(f"{view.name}: dtype {view.dtype}, but the rows of this call are {dtype}; convert it")
+    one_per_row(view.name, view, row_shape, dtype)
     same_place(like, view)
+
+
+# The checks from here to `weights` read no memory, and are plain enough for torch.compile to trace.
+
+
+def one_per_row(name: str, x: Any, row_shape: tuple[int, ...], dtype: Any) -> None:
+    """Check shape and dtype of what has one value per query row."""
+    if tuple(x.shape) != tuple(row_shape):
+        raise ValueError(
+            f"{name}: shape {tuple(x.shape)}, but there is one value per query row: expected {tuple(row_shape)}"
+        )
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: dtype {x.dtype}, but the rows of this call are {dtype}; convert it")
+
+
+def same_device(first: str, here: Any, name: str, there: Any) -> None:
+    """One device for all arrays of a call."""
+    if here is not there and here != there:
+        raise ValueError(
+            f"{first} is on {here}, but {name} is on {there}; all arrays of a call live on one device. "
+            f"Move {name} first"
+        )
+
+
+def loss(reduction: Any, return_lse: bool, dense_teacher_lse: Any) -> None:
+    """Check how row values are to be reduced, and what is asked for beside them."""
+    if reduction != "none":
+        choice("reduction", reduction, REDUCTIONS)
+    if dense_teacher_lse is not None and not return_lse:
+        raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
+
+
+def weights(weight: Any, row_shape: tuple[int, ...]) -> None:
+    """Check that weights are real numbers that broadcast to the rows."""
+    label = dtype_label(weight.dtype)
+    if not label.startswith(("float", "bfloat", "int", "uint", "bool")):
+        raise TypeError(f"row_weight has dtype {label}; allowed are real numbers and bool")
+    shape, full = tuple(weight.shape), tuple(row_shape)
+    if len(shape) > len(full) or not all(n == 1 or n == m for n, m in zip(reversed(shape), reversed(full))):
+        raise ValueError(f"row_weight: shape {shape} does not broadcast to the rows {full}")
 
 
 def dense_lse(lse: NDArray[Any], dense: NDArray[Any]) -> None:
@@ -319,19 +311,8 @@ def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> Any:
     """Weights as the rows' library takes them: real numbers of the inputs' framework that broadcast to the rows."""
     one_framework({like.name: like.framework, "row_weight": weight_framework(weight, like.framework)})
     weight = arrays.computable(like._replace(name="row_weight"), weight)
-    here, there = getattr(like.array, "device", None), getattr(weight, "device", None)
-    if here != there:
-        raise ValueError(f"{like.name} is on {here}, but row_weight is on {there}; move row_weight first")
-    label = dtype_label(weight.dtype)
-    if not label.startswith(("float", "bfloat", "int", "uint", "bool")):
-        raise TypeError(f"row_weight has dtype {label}; allowed are real numbers and bool")
-    shape = tuple(weight.shape)
-    try:
-        fits = np.broadcast_shapes(shape, row_shape) == row_shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(f"row_weight: shape {shape} does not broadcast to the rows {row_shape}")
+    same_device(like.name, getattr(like.array, "device", None), "row_weight", getattr(weight, "device", None))
+    weights(weight, row_shape)
     return weight
 
 
@@ -389,78 +370,3 @@ def _side(
 def _operand(view: ArrayView, extents: tuple[int, int, int, int], layout: str) -> Operand:
     b, h, r, d = canonical_strides(view.strides, len(view.shape), layout, trailing=1)
     return Operand(extents[1], extents[2], extents[3], view.dtype, (b, h, r, d), view.ptr % 16 == 0)
-
-
-def _scale(name: str, value: Any) -> float:
-    if type(value) is not float:
-        if isinstance(value, (str, bytes)):
-            raise TypeError(
-                f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes: float({name})"
-            )
-        if isinstance(value, (bool, np.bool_, list, tuple)) or getattr(value, "shape", ()) != ():
-            raise TypeError(
-                f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes. Factors that differ "
-                f"between heads or rows belong into the queries: multiply these by them"
-            )
-        if getattr(value, "requires_grad", False):
-            raise TypeError(
-                f"{name} requires a gradient, but scales are constants; pass float({name}), and scale the queries "
-                f"themselves to learn it"
-            )
-        try:
-            value = float(value)
-        except OverflowError as cause:
-            raise ValueError(f"{name} is beyond what a float can hold; allowed is every finite number") from cause
-        except Exception as cause:
-            raise TypeError(f"{name} is {a_kind_of(value)}; allowed are a number known now (not traced)") from cause
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value} is not finite; allowed is every finite number, 0 and negative included")
-    return float(value)
-
-
-def _window(value: Any) -> tuple[int, int]:
-    """Keys to the left and to the right, -1 for no limit."""
-    if not isinstance(value, (tuple, list)):
-        raise TypeError(f"window={value!r} is {a_kind_of(value)}; allowed is a pair (left, right), such as (1024, 0)")
-    if len(value) != 2:
-        raise ValueError(
-            f"window={value!r} has {len(value)} entries; allowed is a pair (left, right), such as (1024, 0)"
-        )
-    sides = []
-    for name, side in zip(("left", "right"), value, strict=True):
-        keys = -1 if side is None else integer(f"window's {name}", side)
-        if keys < -1:
-            raise ValueError(
-                f"window={tuple(value)!r}: {name} is {keys}; allowed are 0 and more, and -1 or None for no limit"
-            )
-        sides.append(keys)
-    left, right = sides
-    return left, right
-
-
-def _near(q_offset: int | None, window: tuple[int, int] | None) -> tuple[int | None, tuple[int, int] | None]:
-    """The same diagonal and window in numbers that 64 bits hold. Where a window begins and ends is what counts, not how
-    far it reaches from where."""
-
-    def near(distance: int) -> int:
-        return max(-FAR, min(distance, FAR))
-
-    first = q_offset or 0
-    if window is not None:
-        left, right = window
-        window = (
-            left if left < 0 else near(first) - near(first - left),
-            right if right < 0 else near(first + right) - near(first),
-        )
-    return None if q_offset is None else near(q_offset), window
-
-
-def _pattern(value: Any) -> None:
-    # Imported here, because most calls have none; whoever holds one has paid for it.
-    from .patterns import BlockPattern
-
-    if not isinstance(value, BlockPattern):
-        raise TypeError(
-            f"block_mask is {a_kind_of(value)}; allowed is a streamkl_cupy.patterns.BlockPattern, which "
-            f"patterns.from_dense makes of a boolean block matrix"
-        )

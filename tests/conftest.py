@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy.elements import narrow, widen
-from streamkl_cupy.problem import INPUT_NAMES, MASK_ARRAYS
+from streamkl_cupy.options import MASK_ARRAYS
+from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows
 from streamkl_cupy.testing.problems import Case

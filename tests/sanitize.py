@@ -22,7 +22,7 @@ import cupy
 import numpy as np
 
 import streamkl_cupy
-from streamkl_cupy import calls, gpus, patterns, planning
+from streamkl_cupy import call, gpus, patterns, planning
 from streamkl_cupy.kernels import KERNELS, portions, sm90
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 
@@ -81,8 +81,8 @@ def run(families: tuple[str, ...], quick: bool, only: str) -> int:
     portions.MIN_TILES_IN_LIST = 2  # small lists are shared as long ones are
     planning.make_plan.cache_clear()
     planning._unsplit_plan.cache_clear()
-    calls._ready.clear()
-    calls._runners.clear()
+    call._checked.clear()
+    call._runners.clear()
     count = 0
     for x in problems(quick):
         if only not in str(x):

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import KLForward, KLGradients, api, arrays, calls, reduce
-from streamkl_cupy.problem import INPUT_NAMES, MASK_ARRAYS, Options
+from streamkl_cupy import KLForward, KLGradients, arrays, call, reduce
+from streamkl_cupy.call import ATTENTION_KL, Call
+from streamkl_cupy.options import Options
+from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows
 from streamkl_cupy.testing.problems import make, upstream
@@ -126,8 +128,8 @@ def test_odd_strides_of_axes_of_one_share_a_runner() -> None:
     x = case(B=1).arrays
     odd = [np.lib.stride_tricks.as_strided(a, a.shape, (4, *a.strides[1:])) for a in x]
     np.testing.assert_array_equal(streamkl_cupy.attention_kl(*odd), streamkl_cupy.attention_kl(*x))
-    first, second = (calls.prepare(calls.view_inputs(*given), Options()) for given in (x, odd))
-    assert first is second
+    first, second = (Call.of(ATTENTION_KL, tuple(given), {}).ready() for given in (x, odd))
+    assert first.checked is second.checked
 
 
 def test_empty_problems() -> None:
@@ -497,24 +499,6 @@ def test_only_what_was_asked() -> None:
         np.testing.assert_array_equal(getattr(grads, name), getattr(every, name))
 
 
-def test_into_given_memory() -> None:
-    c = case(causal=True)
-    inputs = calls.view_inputs(*c.arrays)
-    out = [np.full((2, 4, 7), np.nan, "f") for _ in range(3)]
-    stats = arrays.RowStats(*(arrays.describe("out", x) for x in out))
-    api.forward_into(inputs, Options(causal=True), stats, 0)
-    rows = streamkl_cupy.attention_kl_forward(*c.arrays, causal=True)
-    for a, b in zip(out, rows, strict=True):
-        np.testing.assert_array_equal(a, b)
-    dq = np.full_like(c.arrays[2], np.nan)
-    saved = arrays.Saved(*(arrays.describe("saved", x) for x in (rows.kl, *rows[1:])), None)
-    api.backward_into(
-        inputs, Options(causal=True), saved, arrays.Gradients(None, None, arrays.describe("dq", dq), None), 0
-    )
-    expected = streamkl_cupy.attention_kl_backward(rows.kl, *c.arrays, saved=rows, causal=True)
-    np.testing.assert_array_equal(dq, expected.student_q)
-
-
 class FakeRunner:
     """Counts instead of computing."""
 
@@ -545,9 +529,9 @@ class FakeRunner:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
     FakeRunner.made, FakeRunner.warmed = 0, ()
-    monkeypatch.setattr(calls, "_ready", {})
-    monkeypatch.setattr(calls, "_runners", {})
-    monkeypatch.setattr(calls, "backend", lambda device: type("Backend", (), {"Runner": FakeRunner}))
+    monkeypatch.setattr(call, "_checked", {})
+    monkeypatch.setattr(call, "_runners", {})
+    monkeypatch.setattr(call, "backend", lambda device: type("Backend", (), {"Runner": FakeRunner}))
     return FakeRunner
 
 
@@ -565,11 +549,11 @@ def test_runners_are_shared_by_what_matters(fake: type[FakeRunner]) -> None:
 
 
 def test_caches_are_bounded(fake: type[FakeRunner], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "LIMIT", 5)
+    monkeypatch.setattr(call, "LIMIT", 5)
     for m in range(1, 12):
         x = np.ones((m, 4), np.float32)
         streamkl_cupy.attention_kl_forward(x, x, x, x)
-    assert len(calls._ready) == len(calls._runners) == 5
+    assert len(call._checked) == len(call._runners) == 5
 
 
 def test_threads_share_one_runner(fake: type[FakeRunner]) -> None:
@@ -632,32 +616,19 @@ def test_no_usable_gpu() -> None:
     assert "numpy" in str(streamkl_cupy.plan(*shapes))
     streamkl_cupy.warmup(*shapes)
     pytest.importorskip("cupy")
-    there = calls.outline(tuple(shapes), arrays.cuda(0))
+    there = call.outline(tuple(shapes), arrays.cuda(0))
     with pytest.raises(streamkl_cupy.DriverError, match="GPU 0 cannot be used"):
-        calls.prepare(there, Options())
+        call.prepare(there, Options())
 
 
 def test_torch_tensors_go_to_the_torch_front_with_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     front = importlib.import_module("streamkl_cupy.torch")
-    seen: dict[str, Any] = {}
-
-    def attention_kl(*inputs: Any, **options: Any) -> str:
-        seen.update(options, count=len(inputs))
-        return "done"
-
-    monkeypatch.setattr(front.attention_kl, "__wrapped__", attention_kl)
+    seen: list[Any] = []
+    monkeypatch.setattr(front, "loss", lambda *given: seen.append(given) or "done")
     x = torch.ones(2, 3)
     assert streamkl_cupy.attention_kl(x, x, x, x, teacher_scale=0.5, reduction="mean") == "done"
-    assert seen == {
-        **Options(teacher_scale=0.5)._asdict(),
-        **dict.fromkeys(MASK_ARRAYS),
-        "row_weight": None,
-        "reduction": "mean",
-        "return_lse": False,
-        "dense_teacher_lse": None,
-        "count": 4,
-    }
+    assert seen == [((x, x, x, x), {"teacher_scale": 0.5}, None, "mean", False, None)]
 
 
 def test_a_call_like_an_earlier_one_is_not_checked_again(
@@ -665,8 +636,8 @@ def test_a_call_like_an_earlier_one_is_not_checked_again(
 ) -> None:
     torch = pytest.importorskip("torch")
     checked = []
-    to_problem = calls.validate.to_problem
-    monkeypatch.setattr(calls.validate, "to_problem", lambda *given: checked.append(1) or to_problem(*given))
+    to_problem = call.validate.to_problem
+    monkeypatch.setattr(call.validate, "to_problem", lambda *given: checked.append(1) or to_problem(*given))
     for _ in range(5):
         x = torch.ones(1, 3, 5, 8)
         rows = streamkl_cupy.attention_kl_forward(x, x, x, x, causal=True)

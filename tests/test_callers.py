@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import calls, patterns
+from streamkl_cupy import call, patterns
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.problems import make
@@ -845,8 +845,8 @@ def test_patterns_end_with_their_owner(op: Op, backend: Any, rng: Any, kind: str
         backend.xp.clear_caches()  # what JAX has compiled outside of a function of the caller's
     gc.collect()
     assert [reference() for reference in alive] == [None] * 5
-    assert not any(problem.mask.blocks for problem in calls._runners)
-    assert not any(ready.problem.mask.blocks for ready in calls._ready.values())
+    assert not any(problem.mask.blocks for problem in call._runners)
+    assert not any(ready.problem.mask.blocks for ready in call._checked.values())
 
 
 @pytest.mark.gpu

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, calls, validate
+from streamkl_cupy import arrays, call
 from streamkl_cupy.adapters import xla_deterministic
+from streamkl_cupy.call import ATTENTION_KL, Call
 from streamkl_cupy.testing.problems import make
 
 
@@ -25,8 +26,8 @@ def torch_switched(request: pytest.FixtureRequest) -> Iterator[Any]:
 def prepared(framework: Any, said: bool | None) -> bool:
     """What a problem on these arrays is told."""
     case = make(M=20, N=30, D_t=16)
-    inputs = calls.view_inputs(*(framework(a) for a in case.arrays))
-    return calls.prepare(inputs, validate.options(deterministic=said)).problem.deterministic
+    given = Call.of(ATTENTION_KL, tuple(framework(a) for a in case.arrays), {"deterministic": said})
+    return given.ready().checked.problem.deterministic
 
 
 @pytest.mark.parametrize("said", [None, False, True])
@@ -44,14 +45,14 @@ def test_no_other_framework_has_the_switch_of_torch(torch_switched: Any, said: b
 def test_torch_asks_when_the_backward_runs(torch_switched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's own operators do: the switch counts where the work is done, not where it was recorded."""
     torch, seen = torch_switched, []
-    prepare = calls.prepare
-    monkeypatch.setattr(calls, "prepare", lambda *a: seen.append(prepare(*a)) or seen[-1])
+    prepare = call.prepare
+    monkeypatch.setattr(call, "prepare", lambda *a: seen.append(prepare(*a)) or seen[-1])
     x = [torch.from_numpy(a) for a in make(M=20, N=30, D_t=16).arrays]
     x[2].requires_grad_()
     loss = streamkl_cupy.attention_kl(*x, reduction="sum")
     torch.use_deterministic_algorithms(False)
     loss.backward()
-    assert [ready.problem.deterministic for ready in seen] == [True, False]
+    assert [checked.problem.deterministic for checked in seen] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +79,10 @@ def test_jax_programs_know_the_flag(monkeypatch: pytest.MonkeyPatch, said: bool 
     front = pytest.importorskip("streamkl_cupy.jax")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
     x = tuple(jnp.asarray(a) for a in make(M=20, N=30, D_t=16).arrays)
-    assert front._config(validate.options(deterministic=said), x).options.deterministic is (said is not False)
+    given = Call.of(ATTENTION_KL, x, {"deterministic": said})
+    assert front._config(given).options.deterministic is (said is not False)
     monkeypatch.delenv("XLA_FLAGS")
-    assert front._config(validate.options(deterministic=said), x).options.deterministic is bool(said)
+    assert front._config(given).options.deterministic is bool(said)
 
 
 def test_plan_and_warmup_say_the_same(torch_switched: Any) -> None:
@@ -107,5 +109,5 @@ def test_cuda_views_of_torch_are_asked_too(torch_switched: Any, monkeypatch: pyt
     torch_switched.zeros(1)
     arrays.describe("x", torch_switched.zeros(1, 1))  # makes the adapter
     view = arrays.standin("student_q", torch_switched.zeros(4, 8), arrays.cuda(0))._replace(framework="torch")
-    assert calls.as_framework_says(view)
-    assert not calls.as_framework_says(view._replace(framework="cupy"))
+    assert call.as_framework_says(view)
+    assert not call.as_framework_says(view._replace(framework="cupy"))

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, calls, gpus, patterns, planning
+from streamkl_cupy import arrays, call, gpus, patterns, planning
+from streamkl_cupy.call import ATTENTION_KL, Call
 from streamkl_cupy.kernels import KERNELS, portions
-from streamkl_cupy.problem import INPUT_NAMES, STUDENT, Options
+from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_same_bits
 from streamkl_cupy.testing.problems import RECIPES, make, upstream
@@ -35,8 +36,8 @@ def use(monkeypatch: pytest.MonkeyPatch, *families: str) -> None:
     """Plans are made of kernels of these families only."""
     chosen = {kind: tuple(x for x in kernels if x.family in families) for kind, kernels in KERNELS.items()}
     monkeypatch.setattr(planning, "KERNELS", chosen)
-    monkeypatch.setattr(calls, "_ready", {})
-    monkeypatch.setattr(calls, "_runners", {})
+    monkeypatch.setattr(call, "_checked", {})
+    monkeypatch.setattr(call, "_runners", {})
     forget_plans()
 
 
@@ -101,10 +102,10 @@ def test_split_keys(family: str, cupy_only: Any, rng: Any, M: int, N: int, H: in
 def test_splitting_changes_only_the_last_bits(cupy_only: Any, rng: Any) -> None:
     case = make(M=40, N=20_000, D_t=64, dtypes="bfloat16", seed=int(rng.integers(1 << 30)))
     inputs = cupy_only.arrays(case)
-    views = calls.view_inputs(*inputs)
-    ready = calls.prepare(views, Options())
-    whole = arrays.empty_rows(views.student_q, ready.row_shape, "float32")
-    ready.runner.forward(views, whole, arrays.stream_of(views.student_q))
+    ready = Call.of(ATTENTION_KL, tuple(inputs), {}).ready()
+    views = ready.inputs
+    whole = arrays.empty_rows(views.student_q, ready.checked.row_shape, "float32")
+    ready.checked.runner.forward(views, whole, arrays.stream_of(views.student_q))
     split = streamkl_cupy.attention_kl_forward(*inputs)
     for got, expected in zip(split, whole, strict=True):
         np.testing.assert_allclose(cupy_only.numpy(got), cupy_only.numpy(expected.array), rtol=2e-6, atol=2e-6)
@@ -177,14 +178,14 @@ def test_lists_are_walked_whole_without_a_workspace(
     pattern = patterns.strided(2, queries=640, block=32)
     case = make(H=2, M=640, N=640, D_t=64, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), block_mask=pattern)
     inputs = cupy_only.arrays(case)
-    views = calls.view_inputs(*inputs)
-    ready = calls.prepare(views, Options(block_mask=pattern))
+    ready = Call.of(ATTENTION_KL, tuple(inputs), {"block_mask": pattern}).ready()
+    views = ready.inputs
     rows = streamkl_cupy.attention_kl_forward(*inputs, **case.options)
     grad = upstream(rng, (1, 2, 640))
     given = (cupy_only.array(grad, "float32"), rows.teacher_lse, rows.student_lse, rows.kl)
     saved = arrays.Saved(*(arrays.describe(name, x) for name, x in zip(arrays.Saved._fields, given, strict=True)))
     outputs = arrays.Gradients(*(arrays.empty(view, view.shape, view.dtype) for view in views))
-    ready.runner.backward(views, saved, outputs, arrays.stream_of(views.student_q))
+    ready.checked.runner.backward(views, saved, outputs, arrays.stream_of(views.student_q))
     wanted = reference.backward(grad, *case.arrays, **case.options)
     check_gradients(tuple(cupy_only.numpy(x.array) for x in outputs), wanted, case.dtypes)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy import DriverError, arrays, calls, locks
-from streamkl_cupy.problem import Options
+from streamkl_cupy import DriverError, arrays, call, locks
+from streamkl_cupy.options import Options
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,7 +22,7 @@ COMMON = """
 import itertools, os, signal, sys, threading, time
 import numpy as np
 import streamkl_cupy
-from streamkl_cupy import arrays, calls, patterns
+from streamkl_cupy import arrays, call, patterns
 from streamkl_cupy.patterns import pattern
 
 signal.alarm(240)  # the parent
@@ -80,7 +80,7 @@ def run(program: str, *flags: str, threads: int = 2) -> str:
 HELD = """
 block = patterns.sinks(1, queries=64, block=16)
 everything()
-locks = {"building": calls._building, "lent": arrays._lent_lock, "alive": pattern._alive_lock, "lists": block._lock}
+locks = {"building": call._building, "lent": arrays._lent_lock, "alive": pattern._alive_lock, "lists": block._lock}
 try:
     from streamkl_cupy import threads
     locks["BLAS"] = threads._holding
@@ -257,12 +257,12 @@ def test_cuda_is_refused_in_a_child_of_one_that_used_it(monkeypatch: pytest.Monk
     class Shape:
         shape, dtype = (2, 8, 16), "float16"
 
-    monkeypatch.setattr(calls, "_cuda_generation", locks.generation() - 1)
-    views = calls.outline((Shape(), Shape(), Shape(), Shape()), arrays.cuda(0))
+    monkeypatch.setattr(call, "_cuda_generation", locks.generation() - 1)
+    views = call.outline((Shape(), Shape(), Shape(), Shape()), arrays.cuda(0))
     with pytest.raises(DriverError, match=r"forked after its parent had used CUDA.*spawn"):
-        calls.prepare(views, Options())
+        call.prepare(views, Options())
     with pytest.raises(DriverError, match="spawn"):
-        calls.backend(arrays.cuda(0))
+        call.backend(arrays.cuda(0))
 
 
 CUDA = """

@@ -11,7 +11,8 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import numpy_backend, patterns
 from streamkl_cupy.arrays import host
-from streamkl_cupy.problem import INPUT_NAMES, MASK_ARRAYS
+from streamkl_cupy.options import MASK_ARRAYS
+from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing.problems import make
 
 FRAMEWORKS = ["numpy", "torch", "jax"]

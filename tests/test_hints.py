@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, calls, hints
+from streamkl_cupy import arrays, call, hints
 from streamkl_cupy.arrays import Inputs
-from streamkl_cupy.problem import INPUT_NAMES, Options
+from streamkl_cupy.options import Options
+from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.validate import to_problem
 
 FUNCTIONS = ("attention_kl", "attention_kl_forward", "attention_kl_value_and_grad")
@@ -24,7 +25,7 @@ LAYOUT = r"student_q of shape \(2, 1024, 8, 16\) means 1024 heads of 8 rows each
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hints, "_said", set())
-    monkeypatch.setattr(calls, "_ready", {})
+    monkeypatch.setattr(call, "_checked", {})
 
 
 @pytest.fixture(params=["numpy", "torch"])
@@ -73,7 +74,7 @@ def test_maps_in_half_precision(rng: np.random.Generator) -> None:
     maps = [torch.from_numpy(softmax(x)) for x in normal(rng, *[(3, 64, 64)] * 4)]
     for dtype in (torch.float16, torch.bfloat16):
         hints._said.clear()
-        calls._ready.clear()
+        call._checked.clear()
         _matches(MAPS, *said("attention_kl", [x.to(dtype) for x in maps]))
 
 

@@ -14,6 +14,7 @@ from streamkl_cupy import arrays, launch, pattern_memory, patterns, validate
 from streamkl_cupy.arrays import ArrayView, Gradients, Inputs, RowStats, Saved
 from streamkl_cupy.compile import Loaded
 from streamkl_cupy.gpus import facts_for_arch
+from streamkl_cupy.options import parse
 from streamkl_cupy.problem import INPUT_NAMES, compact_strides
 
 
@@ -106,7 +107,7 @@ class Problem:
         rows = [view(name, shape[:3], device, "float32") for name in ("a", "b", "c", "d")]
         self.rows, self.saved = RowStats(*rows[:3]), Saved(*rows)
         self.gradients = Gradients(*(view(name, shape, device) for name in INPUT_NAMES))
-        self.problem = validate.to_problem(self.inputs, validate.options(**options))
+        self.problem = validate.to_problem(self.inputs, parse(options)[0])
         self.runner = launch.Runner(self.problem)
 
     def forward(self) -> None:

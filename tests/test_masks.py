@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import streamkl_cupy
-from streamkl_cupy import calls, numpy_backend, patterns, validate
-from streamkl_cupy.problem import INPUT_NAMES, MASK_ARRAYS, Options
+from streamkl_cupy import numpy_backend, patterns
+from streamkl_cupy.call import ATTENTION_KL, Call
+from streamkl_cupy.options import MASK_ARRAYS
+from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules import masks
 from streamkl_cupy.rules.masks import MASKS, Scene
 from streamkl_cupy.testing import reference
@@ -340,8 +342,7 @@ def test_reductions(backend: Any, rng: np.random.Generator, kind: str, reduction
 
 def same(case: Case, one: dict[str, Any], other: dict[str, Any]) -> None:
     """Two spellings give one problem, so one kernel."""
-    inputs = calls.view_inputs(*case.arrays)
-    first, second = (validate.to_problem(inputs, validate.options(**o)) for o in (one, other))
+    first, second = (Call.of(ATTENTION_KL, tuple(case.arrays), o).problem() for o in (one, other))
     assert first.mask == second.mask, (one, other)
 
 
@@ -499,8 +500,7 @@ def test_parts_say_what_the_reference_says(rng: np.random.Generator, kind: str) 
         options = mask_options(rng, kind, B, H, M, N)
         arrays = {name: options.pop(name) for name in MASK_ARRAYS if name in options}
         x = np.zeros((B, H, M, 4), np.float32), np.zeros((B, H, N, 4), np.float32)
-        views, seen = calls.view_inputs(*x, *x), calls.view_masks(**arrays)
-        spec = validate.to_problem(views, validate.options(**options), seen).mask
+        spec = Call.of(ATTENTION_KL, (*x, *x), {**options, **arrays}).problem().mask
         parts = masks.parts_of(spec)
         assert [part.name for part in parts] == [name for name in MASKS if name in spec.parts]
         scene = Scene(M, N, dict(spec.params), pattern=spec.pattern, heads=range(H), arrays=arrays)
@@ -530,9 +530,8 @@ def test_parts_say_what_the_reference_says(rng: np.random.Generator, kind: str) 
 def pairs_computed(**options: Any) -> int:
     """Pairs of row and key that the NumPy backend computes logits of, over batch entries and heads."""
     case = make(**options)
-    arrays = {name: case.options.pop(name) for name in MASK_ARRAYS if name in case.options}
-    inputs, seen = calls.view_inputs(*case.arrays), calls.view_masks(**arrays)
-    runner = calls.prepare(inputs, validate.options(**case.options), seen).runner
+    ready = Call.of(ATTENTION_KL, tuple(case.arrays), case.options).ready()
+    runner, seen = ready.checked.runner, ready.masks
     total = 0
     for place in runner._places(seen)[0]:
         for b, h in runner._groups(place):
@@ -671,16 +670,15 @@ def test_bad_packed_options(options: dict[str, Any], error: type[Exception], tex
 
 def test_bad_values_leave_outputs_alone() -> None:
     case = make(B=1, H=1, M=3, N=4, D_t=8)
-    inputs = calls.view_inputs(*case.arrays)
-    seen = calls.view_masks(key_lengths=np.array([9], I32))
-    ready = calls.prepare(inputs, Options(), seen)
+    ready = Call.of(ATTENTION_KL, tuple(case.arrays), {"key_lengths": np.array([9], I32)}).ready()
+    inputs = ready.inputs
     from streamkl_cupy import arrays
 
-    outputs = arrays.empty_rows(inputs.student_q, ready.row_shape, ready.stat_dtype)
+    outputs = arrays.empty_rows(inputs.student_q, ready.checked.row_shape, ready.checked.stat_dtype)
     for view in outputs:
         view.array[...] = 7
     with pytest.raises(ValueError, match="key_lengths"):
-        ready.runner.forward(inputs, outputs, 0, 0, seen)
+        ready.checked.runner.forward(inputs, outputs, 0, 0, ready.masks)
     assert all((view.array == 7).all() for view in outputs)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import signatures
+from streamkl_cupy import options, signatures
 from streamkl_cupy.problem import INPUT_NAMES
 
 X = np.random.default_rng().standard_normal((4, 2, 5, 8)).astype(np.float32)
@@ -88,12 +88,12 @@ def test_wrong_keywords(function: Any, written: str) -> None:
 
 
 def test_every_answer_names_what_exists() -> None:
-    options = set().union(*(inspect.signature(f).parameters for f in PUBLIC.values()))
+    known = set().union(*(inspect.signature(f).parameters for f in PUBLIC.values()))
     for written, answer in signatures._MEANT.items():
-        assert written not in options
+        assert written not in known
         named = set(re.findall(r"\b([a-z_]+)(?==)", answer)) - {written}
-        assert named <= options, (written, named - options)
-        assert "leave it out" in answer or "not built" in answer or any(name in answer for name in options), written
+        assert named <= known, (written, named - known)
+        assert "leave it out" in answer or "not built" in answer or any(name in answer for name in known), written
 
 
 def test_options_of_another_function() -> None:
@@ -139,11 +139,14 @@ def test_too_many_arguments(function: Any, extra: Any, text: str) -> None:
 
 
 def test_a_text_of_ones_own_for_too_many() -> None:
-    @signatures.answered(too_many="Saved rows are named: saved=rows")
-    def half(grad: Any, x: Any, *, saved: Any = None) -> Any:
-        return grad, x, saved
+    def run(arrays: Any, given: Any, **own: Any) -> Any:
+        return arrays, given, own
 
-    assert half(1, x=2, saved=3) == (1, 2, 3)
+    @signatures.public(run, too_many="Saved rows are named: saved=rows")
+    def half(grad: Any, x: Any, *, causal: bool = False, saved: Any = None, wrt: Any = "x") -> Any: ...
+
+    assert half(1, x=2, saved=3) == ((1, 2), {}, {"saved": 3, "wrt": "x"})
+    assert half(x=2, grad=1, causal=True) == ((1, 2), {"causal": True}, {"saved": None, "wrt": "x"})
     with pytest.raises(
         TypeError, match=r"half\(\) takes 2 arguments by position, grad, x, but 3 came. Saved rows are named"
     ):
@@ -188,6 +191,58 @@ def test_torch_compile_traces_it(whose: str, direct: bool) -> None:
 
     value = torch.compile(function if direct else loss, backend="aot_eager", fullgraph=True)(*x)
     torch.testing.assert_close(value, function(*x) if direct else loss(*x))
+
+
+# The options of signatures are those of the table
+
+
+def shared_options(function: Any) -> dict[str, Any]:
+    """Those parameters that are no arrays and not this function's alone, with their defaults."""
+    parameters = list(inspect.signature(function).parameters.values())
+    names = {*options.TABLE, *options.MASK_ARRAYS}
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in names}
+
+
+@pytest.mark.parametrize("function", functions())
+def test_every_function_has_every_option(function: Any) -> None:
+    call, _ = function()
+    given = shared_options(call)
+    assert given == {**dict.fromkeys(options.MASK_ARRAYS), **options.Options._field_defaults}
+    assert [name for name in given if name in options.TABLE] == list(options.TABLE)
+    assert [name for name in given if name in options.MASK_ARRAYS] == list(options.MASK_ARRAYS)
+
+
+@pytest.mark.parametrize("function", functions())
+def test_what_a_default_says_is_what_leaving_it_out_means(function: Any) -> None:
+    call, _ = function()
+    parsed, masks = options.parse(shared_options(call))
+    assert parsed == options.Options()
+    assert masks is options.NO_MASKS
+
+
+def test_the_checker_sees_every_option() -> None:
+    """Functions with several signatures share their options by name, in the words of the one that people read."""
+    source = inspect.getsource(options)
+    body = source.split("class Shared(TypedDict")[1].split("class SharedByLosses")[0]
+    seen = dict(re.findall(r"^        (\w+): (.*)$", body, re.M))
+    for name in ("attention_kl", "attention_kl_forward", "attention_kl_value_and_grad"):
+        parameters = inspect.signature(PUBLIC[name]).parameters
+        assert seen == {option: parameters[option].annotation for option in shared_options(PUBLIC[name])}
+
+
+def test_torch_operators_take_every_option() -> None:
+    torch = pytest.importorskip("torch")
+    importlib.import_module("streamkl_cupy.torch")
+    for operator, first in (("attention_kl_forward", 0), ("attention_kl_backward", 5)):
+        schema = getattr(torch.ops.streamkl, operator).default._schema
+        names = [argument.name for argument in schema.arguments][first:]
+        assert names == [*INPUT_NAMES, *options.MASK_ARRAYS, *options.TABLE, "scales"]
+
+
+def test_documentation_has_every_option() -> None:
+    for function in PUBLIC.values():
+        for name in shared_options(function):
+            assert re.search(rf"^ +{name}: \S", inspect.getdoc(function) or "", re.M), (function.__name__, name)
 
 
 # Kinds of arguments, and where another one is meant

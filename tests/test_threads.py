@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import calls, patterns, threads
+from streamkl_cupy import call, patterns, threads
 from streamkl_cupy.numpy_backend import NumPyPlan, Runner
 from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.problem import INPUT_NAMES
@@ -40,13 +40,13 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Set:
     """Say how many threads a call may use, however small it is and whatever this machine has."""
     for name in ("LEAST_SHARED_SCORES", "LEAST_SHARED_SEQUENCE"):
         monkeypatch.setattr(cut, name, 0)
-    for name in ("_ready", "_runners"):
-        monkeypatch.setattr(calls, name, {})
+    for name in ("_checked", "_runners"):
+        monkeypatch.setattr(call, name, {})
 
     def choose(count: int) -> None:
         monkeypatch.setattr(threads, "available", lambda: count)
-        calls._ready.clear()
-        calls._runners.clear()
+        call._checked.clear()
+        call._runners.clear()
 
     return choose
 

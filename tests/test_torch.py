@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import calls, patterns
+from streamkl_cupy import call, patterns
+from streamkl_cupy.options import Options
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 
@@ -21,7 +22,7 @@ attention_kl = front.attention_kl
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NO_MASK = (None, None, None, None)
-DEFAULTS = (None, None, False, None, "bhnd", "highest", None, None, None)
+DEFAULTS = tuple(Options())
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -94,7 +95,8 @@ def test_operators_pass_torchs_own_checks(device: str, wanted: tuple[bool, ...])
     rows = front._forward_op(*x, *NO_MASK, *DEFAULTS)
     torch.library.opcheck(front._forward_op, (*x, *NO_MASK, *DEFAULTS))
     grad = torch.ones_like(rows[0])
-    torch.library.opcheck(front._backward_op, (grad, *x, rows[1], rows[2], rows[0], *NO_MASK, list(wanted), *DEFAULTS))
+    saved = (grad, rows[1], rows[2], rows[0])
+    torch.library.opcheck(front._backward_op, (*saved, list(wanted), *x, *NO_MASK, *DEFAULTS))
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
@@ -106,13 +108,13 @@ def test_fake_results_look_like_real_ones(teacher: Any, student: Any, layout: st
     x = [y.to(dtype) for y, dtype in zip(operands(), (teacher, teacher, student, student))]
     if layout == "bnhd":
         x = [t.transpose(1, 2) for t in x]
-    options = (None, 0.5, True, 3, layout, "highest", True, [5, 0], None)
+    options = Options(student_scale=0.5, causal=True, q_offset=3, window=(5, 0), layout=layout, deterministic=True)
     real = front._forward_op(*x, *NO_MASK, *options)
-    grads = front._backward_op(real[0], *x, real[1], real[2], real[0], *NO_MASK, [True] * 4, *options)
+    grads = front._backward_op(real[0], real[1], real[2], real[0], [True] * 4, *x, *NO_MASK, *options)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_x = [mode.from_tensor(t) for t in x]
         fake = front._forward_op(*fake_x, *NO_MASK, *options)
-        fake_grads = front._backward_op(fake[0], *fake_x, *fake[1:], fake[0], *NO_MASK, [True] * 4, *options)
+        fake_grads = front._backward_op(fake[0], *fake[1:], fake[0], [True] * 4, *fake_x, *NO_MASK, *options)
     for a, b in zip((*real, *grads), (*fake, *fake_grads)):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
 
@@ -541,7 +543,7 @@ def test_the_graph_keeps_the_pattern() -> None:
     x = operands(grad=["student_q"])
     queries, keys = x[0].shape[-2], x[1].shape[-2]
     loss = attention_kl(*x, block_mask=patterns.local(16, queries=queries, keys=keys, block=16)).sum()
-    for cache in (calls._ready, calls._runners):
+    for cache in (call._checked, call._runners):
         cache.clear()
     gc.collect()
     loss.backward()

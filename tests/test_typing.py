@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import re
 import textwrap
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import KLForward, KLForwardMass, KLGradients, api
+from streamkl_cupy import KLForward, KLForwardMass, KLGradients, options, problem
 from streamkl_cupy.testing.problems import make
-from streamkl_cupy.typed import Layout, Precision, Reduction
 
 PREAMBLE = """
 import numpy as np
@@ -65,13 +63,13 @@ WRONG = {
 }
 
 
-def checked(lines: list[str], folder: Path, *options: str) -> dict[int, list[str]]:
+def checked(lines: list[str], folder: Path, *flags: str) -> dict[int, list[str]]:
     """What mypy says, by the line of `lines`."""
     mypy = pytest.importorskip("mypy.api", reason="needs mypy, which is not installed")
     path = folder / "calls.py"
     path.write_text(PREAMBLE + "\n".join(lines) + "\n", encoding="utf-8")
     given = ["--strict", "--no-error-summary", "--hide-error-context", "--cache-dir", str(folder.parent / "mypy")]
-    out, err, _ = mypy.run([*given, *options, "--no-pretty", str(path)])
+    out, err, _ = mypy.run([*given, *flags, "--no-pretty", str(path)])
     assert not err
     first, said = PREAMBLE.count("\n") + 1, dict[int, list[str]]()
     for line in out.splitlines():
@@ -121,28 +119,13 @@ def test_more_that_people_write(tmp_path: Path) -> None:
 
 
 def test_words_are_those_that_are_checked() -> None:
-    from streamkl_cupy import validate
-    from streamkl_cupy.problem import INPUT_NAMES
-    from streamkl_cupy.typed import InputName
-
     for literal, words in (
-        (Layout, validate.LAYOUTS),
-        (Precision, validate.PRECISIONS),
-        (Reduction, validate.REDUCTIONS),
-        (InputName, INPUT_NAMES),
+        (options.Layout, options.LAYOUTS),
+        (options.Precision, options.PRECISIONS),
+        (options.Reduction, options.REDUCTIONS),
+        (problem.InputName, problem.INPUT_NAMES),
     ):
         assert literal.__args__ == tuple(words)
-
-
-def test_the_checker_sees_every_option() -> None:
-    """Overloads share their options by name; a new one must be added there too."""
-    source = inspect.getsource(__import__("streamkl_cupy.typed", fromlist=["typed"]))
-    body = source.split("class Options(TypedDict")[1].split("class LossOptions")[0]
-    shared = set(re.findall(r"^        (\w+): ", body, re.M))
-    for name in ("attention_kl", "attention_kl_forward", "attention_kl_value_and_grad"):
-        options = set(list(inspect.signature(getattr(api, name)).parameters)[4:])
-        own = {"row_weight", "reduction", "return_lse", "dense_teacher_lse", "wrt"}
-        assert options - own == shared, name
 
 
 def test_generic_results_at_run_time() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ..adapters import ITEMSIZE
 
 if TYPE_CHECKING:
-    from ..typed import InputName
+    from ..problem import InputName
 
 PASSES = ("forward", "backward", "value_and_grad", "all_gradients")
 """backward: student gradients from saved rows; value_and_grad: forward and that; all_gradients: of all four inputs."""

@@ -32,7 +32,8 @@ import numpy as np
 
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
 from ..elements import narrow
-from ..problem import INPUT_NAMES, MASK_ARRAYS, Problem
+from ..options import MASK_ARRAYS
+from ..problem import INPUT_NAMES, Problem
 from ..rules import masks as rules
 from ..rules.divergences import DIVERGENCES
 from ..threads import Team, Turn

@@ -1,8 +1,11 @@
-"""From described arrays to a launch: the checked form of a call, kept so that the next one like it is a lookup."""
+"""A call, parsed once, and its checked form, kept so that the next one like it is a lookup."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 from . import arrays, hints, numpy_backend, validate
@@ -10,11 +13,53 @@ from .adapters import ADAPTERS
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
 from .errors import DriverError
 from .locks import ForkLock, generation
-from .problem import INPUT_NAMES, MASK_ARRAYS, Device, Options, Problem
+from .options import MASK_ARRAYS, NO_MASKS, Options, parse
+from .problem import INPUT_NAMES, STUDENT, Device, Problem
 
 
-class Ready(NamedTuple):
-    """A checked call, with what its results look like."""
+class Op(NamedTuple):
+    """An operation: its name, its operands in their order, and those that it is differentiated by unless told."""
+
+    name: str
+    operands: tuple[str, ...]
+    wrt: tuple[str, ...]
+
+
+ATTENTION_KL = Op("attention_kl", INPUT_NAMES, STUDENT)
+OPS = {op.name: op for op in (ATTENTION_KL,)}
+
+
+class Call(NamedTuple):
+    """What a caller asks for: operands and arrays of masks as they came, tracers and stand-ins too, options checked."""
+
+    op: Op
+    operands: tuple[Any, ...]
+    options: Options
+    masks: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, op: Op, operands: tuple[Any, ...], given: Mapping[str, Any], symbols: bool = False) -> Call:
+        """The call with options that were given by name; see `options.parse`."""
+        return cls(op, operands, *parse(given, symbols))
+
+    def ready(self) -> Ready:
+        """Read the arrays and find what runs them, or raise what is wrong with them."""
+        op, operands, options, given = self
+        inputs = Inputs._make(map(describe, op.operands, operands))
+        masks = view_masks(given, inputs.student_q.framework)
+        return Ready(inputs, masks, prepare(inputs, options, masks))
+
+    def problem(self, device: Device | None = None) -> Problem:
+        """The problem of arrays or stand-ins, as a call with them would have it, or would on `device`."""
+        inputs = outline(self.operands, device)
+        options = self.options
+        if options.deterministic is None:
+            options = options._replace(deterministic=as_framework_says(inputs.student_q))
+        return validate.to_problem(inputs, options, outline_masks(self.masks, inputs.student_q, device))
+
+
+class Checked(NamedTuple):
+    """All that a call is but its arrays: what runs it, and what its results look like."""
 
     runner: Any
     problem: Problem
@@ -23,54 +68,91 @@ class Ready(NamedTuple):
     workspace_bytes: int
 
 
+class Ready(NamedTuple):
+    """A checked call with its arrays."""
+
+    inputs: Inputs
+    masks: MaskArrays | None
+    checked: Checked
+
+    def forward(self) -> RowStats:
+        """Allocate row results and launch."""
+        like = self.inputs.student_q
+        outputs = arrays.empty_rows(like, self.checked.row_shape, self.checked.stat_dtype)
+        self.launch(outputs)
+        if like.framework not in arrays.OWN:
+            arrays.hold((*self.inputs, *(self.masks or ())))
+        return outputs
+
+    def launch(self, outputs: RowStats) -> None:
+        """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
+        inputs, masks, checked = self
+        like = inputs.student_q
+        stream = arrays.stream_of(like)
+        if checked.workspace_bytes:
+            workspace = arrays.empty(like, (checked.workspace_bytes // 4,), "float32")
+            checked.runner.forward(inputs, outputs, stream, workspace.ptr, masks)
+        else:
+            checked.runner.forward(inputs, outputs, stream, 0, masks)
+
+    def backward(self, saved: Saved, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+        """Allocate the gradients named in `wrt` and launch; None for the others."""
+        inputs, masks, (runner, *_) = self
+        outputs: list[ArrayView | None] = [
+            arrays.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs
+        ]
+        like = inputs.student_q
+        stream = arrays.stream_of(like)
+        if size := runner.backward_bytes(wrt):
+            workspace = arrays.empty(like, (size // 4,), "float32")
+            runner.backward(inputs, saved, Gradients(*outputs), stream, workspace.ptr, masks)
+        else:
+            runner.backward(inputs, saved, Gradients(*outputs), stream, 0, masks)
+        arrays.hold((*inputs, *saved, *(masks or ())))
+        return tuple(None if out is None else out.array for out in outputs)
+
+
 LIMIT = 1024
 # From what a call looks like to its checked form, and from the problem to its runner: calls that differ only in what
 # does not matter share one. Reads take no lock, because a single dictionary operation is safe in every thread.
-_ready: dict[Any, Ready] = {}
+_checked: dict[Any, Checked] = {}
 _runners: dict[Problem, Any] = {}
 _building = ForkLock()
 _cuda_generation: int | None = None
 """`locks.generation` of the process that used CUDA first."""
 
 
-def prepare(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Ready:
+def prepare(inputs: Inputs, options: Options, masks: MaskArrays | None = None) -> Checked:
     """The checked form of a call, or the error that says what is wrong with it."""
     a, b, c, d = inputs
     if d.device.kind == "cuda" and generation() != _cuda_generation:
         _check_fork()
-    deterministic = chosen.deterministic
+    deterministic = options.deterministic
     if deterministic is None:
         deterministic = as_framework_says(c)
-    # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
-    pattern = chosen.block_mask
-    named = chosen if pattern is None else (pattern.digest, *chosen[:-1])
+    pattern = options.block_mask
+    named = options if pattern is None else (pattern.digest, options._replace(block_mask=None))
     odd = (a.ptr | b.ptr | c.ptr | d.ptr) & 15
     if odd:
         odd = (a.ptr & 15) | (b.ptr & 15) << 4 | (c.ptr & 15) << 8 | (d.ptr & 15) << 12
+    # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
     key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], odd, named, deterministic)
     if masks is not None:
         key = (key, *(None if view is None else view[1:6] for view in masks))
-    ready = _ready.get(key)
-    if ready is None:
-        problem = validate.to_problem(inputs, chosen._replace(deterministic=deterministic), masks)
-        hints.look(inputs, chosen, problem)
+    checked = _checked.get(key)
+    if checked is None:
+        problem = validate.to_problem(inputs, options._replace(deterministic=deterministic), masks)
+        hints.look(inputs, options, problem)
         runner = runner_for(problem)
-        ready = Ready(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
-        _remember(_ready, key, ready, problem)
-    return ready
+        checked = Checked(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
+        _remember(_checked, key, checked, problem)
+    return checked
 
 
 def as_framework_says(like: ArrayView) -> bool:
     """What `deterministic=None` means beside arrays like this one: whatever their framework has been asked for."""
     adapter = ADAPTERS.get(like.framework)
     return adapter is not None and adapter.deterministic()
-
-
-def outlined(inputs: Inputs, chosen: Options, masks: MaskArrays | None) -> Problem:
-    """The problem of arrays or stand-ins that `outline` has viewed, as a call with them would have it."""
-    if chosen.deterministic is None:
-        chosen = chosen._replace(deterministic=as_framework_says(inputs.student_q))
-    return validate.to_problem(inputs, chosen, masks)
 
 
 def runner_for(problem: Problem) -> Any:
@@ -103,9 +185,9 @@ def _forget(digest: str) -> None:
     for problem in list(_runners):
         if problem.mask.blocks == digest:
             _runners.pop(problem, None)
-    for key, ready in list(_ready.items()):
-        if ready.problem.mask.blocks == digest:
-            _ready.pop(key, None)
+    for key, checked in list(_checked.items()):
+        if checked.problem.mask.blocks == digest:
+            _checked.pop(key, None)
 
 
 def backend(device: Device) -> Any:
@@ -129,32 +211,15 @@ def _check_fork() -> None:
         )
 
 
-def view_inputs(teacher_q: Any, teacher_k: Any, student_q: Any, student_k: Any) -> Inputs:
-    """Describe the four operands."""
-    return Inputs(
-        describe("teacher_q", teacher_q),
-        describe("teacher_k", teacher_k),
-        describe("student_q", student_q),
-        describe("student_k", student_k),
-    )
+_is_none = partial(is_, None)
 
 
-def view_masks(
-    key_lengths: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    key_mask: Any = None,
-    framework: str = "numpy",
-) -> MaskArrays | None:
+def view_masks(given: tuple[Any, ...], framework: str) -> MaskArrays | None:
     """Describe what a mask reads, beside inputs of a framework; None where there is nothing."""
-    if key_lengths is None and cu_seqlens_q is None and cu_seqlens_k is None and key_mask is None:
+    if given is NO_MASKS or all(map(_is_none, given)):
         return None
-    given = (key_lengths, cu_seqlens_q, cu_seqlens_k, key_mask)
     return MaskArrays(
-        *(
-            None if x is None else arrays.describe_mask(name, x, framework)
-            for name, x in zip(MASK_ARRAYS, given, strict=True)
-        )
+        *(None if x is None else arrays.describe_mask(name, x, framework) for name, x in zip(MASK_ARRAYS, given))
     )
 
 
@@ -182,7 +247,7 @@ def outline_masks(given: tuple[Any, ...], like: ArrayView, device: Device | None
 
     Stand-ins, and arrays beside nothing else or on a `device` that is only meant, are where the inputs are.
     """
-    if all(x is None for x in given):
+    if all(map(_is_none, given)):
         return None
     views: list[ArrayView | None] = []
     for name, x in zip(MASK_ARRAYS, given, strict=True):
@@ -195,42 +260,3 @@ def outline_masks(given: tuple[Any, ...], like: ArrayView, device: Device | None
             view = view._replace(framework=like.framework, device=like.device)
         views.append(view)
     return MaskArrays(*views)
-
-
-def forward(inputs: Inputs, ready: Ready, masks: MaskArrays | None = None) -> RowStats:
-    """Allocate row results and launch."""
-    like = inputs.student_q
-    outputs = arrays.empty_rows(like, ready.row_shape, ready.stat_dtype)
-    launch_forward(inputs, ready, outputs, masks)
-    if like.framework not in arrays.OWN:
-        arrays.hold((*inputs, *(masks or ())))
-    return outputs
-
-
-def launch_forward(inputs: Inputs, ready: Ready, outputs: RowStats, masks: MaskArrays | None = None) -> None:
-    """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
-    like = inputs.student_q
-    stream = arrays.stream_of(like)
-    if ready.workspace_bytes:
-        workspace = arrays.empty(like, (ready.workspace_bytes // 4,), "float32")
-        ready.runner.forward(inputs, outputs, stream, workspace.ptr, masks)
-    else:
-        ready.runner.forward(inputs, outputs, stream, 0, masks)
-
-
-def backward(
-    inputs: Inputs, ready: Ready, saved: Saved, wrt: tuple[str, ...], masks: MaskArrays | None = None
-) -> tuple[Any, ...]:
-    """Allocate the gradients named in `wrt` and launch; None for the others."""
-    outputs: list[ArrayView | None] = [
-        arrays.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs
-    ]
-    like = inputs.student_q
-    stream = arrays.stream_of(like)
-    if size := ready.runner.backward_bytes(wrt):
-        workspace = arrays.empty(like, (size // 4,), "float32")
-        ready.runner.backward(inputs, saved, Gradients(*outputs), stream, workspace.ptr, masks)
-    else:
-        ready.runner.backward(inputs, saved, Gradients(*outputs), stream, 0, masks)
-    arrays.hold((*inputs, *saved, *(masks or ())))
-    return tuple(None if out is None else out.array for out in outputs)

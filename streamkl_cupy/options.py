@@ -1,0 +1,195 @@
+"""The options that every function has, each once: its type, how it is checked, how torch takes it, its default.
+
+The public functions repeat them in their signatures, for people, editors and type checkers; nothing else does. What is
+static is a field of `Options`; the arrays that masks read stand in the registry of masks.
+"""
+
+# Annotations are read here: they are the table.
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+
+import numpy as np
+
+from .arguments import FAR, a_kind_of, choice, flag, integer
+from .rules.divergences import DIVERGENCES
+from .rules.masks import ARRAYS
+
+Layout = Literal["bhnd", "bnhd"]
+Precision = Literal["highest", "high"]
+Reduction = Literal["none", "sum", "mean"]
+LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
+PRECISIONS = ("highest", "high")
+REDUCTIONS = ("none", "sum", "mean")
+
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    from .patterns import BlockPattern
+
+    class Shared(TypedDict, total=False):
+        """What the type checker sees of them where a function has several signatures."""
+
+        teacher_scale: float | None
+        student_scale: float | None
+        causal: bool
+        q_offset: int | None
+        window: tuple[int | None, int | None] | None
+        key_lengths: Any
+        cu_seqlens_q: Any
+        cu_seqlens_k: Any
+        key_mask: Any
+        block_mask: BlockPattern | None
+        divergence: str
+        layout: Layout
+        precision: Precision
+        deterministic: bool | None
+
+    class SharedByLosses(Shared, total=False):
+        """With those of `attention_kl` alone."""
+
+        row_weight: Any
+        reduction: Reduction
+
+
+class Row(NamedTuple):
+    """What there is to know of an option besides its name, type and default."""
+
+    check: Callable[[str, Any], Any]
+    """(name, value) -> a plain value, so that equal requests are equal cache keys. None is not looked at where it is
+    the default."""
+    schema: str
+    """The type that torch's operators take it as. `SymInt` may be a symbol of a tracer."""
+    symbol: bool = False
+    """Whether a tracer may hold it as a symbol that no check can look at: operators take it as a tensor then."""
+
+
+def _scale(name: str, value: Any) -> float:
+    if type(value) is not float:
+        if isinstance(value, (str, bytes)):
+            raise TypeError(
+                f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes: float({name})"
+            )
+        if isinstance(value, (bool, np.bool_, list, tuple)) or getattr(value, "shape", ()) != ():
+            raise TypeError(
+                f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes. Factors that differ "
+                f"between heads or rows belong into the queries: multiply these by them"
+            )
+        if getattr(value, "requires_grad", False):
+            raise TypeError(
+                f"{name} requires a gradient, but scales are constants; pass float({name}), and scale the queries "
+                f"themselves to learn it"
+            )
+        try:
+            value = float(value)
+        except OverflowError as cause:
+            raise ValueError(f"{name} is beyond what a float can hold; allowed is every finite number") from cause
+        except Exception as cause:
+            raise TypeError(f"{name} is {a_kind_of(value)}; allowed are a number known now (not traced)") from cause
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} is not finite; allowed is every finite number, 0 and negative included")
+    return float(value)
+
+
+def _window(name: str, value: Any) -> tuple[int, int]:
+    """Keys to the left and to the right, -1 for no limit."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name}={value!r} is {a_kind_of(value)}; allowed is a pair (left, right), such as (1024, 0)")
+    if len(value) != 2:
+        raise ValueError(
+            f"{name}={value!r} has {len(value)} entries; allowed is a pair (left, right), such as (1024, 0)"
+        )
+    sides = []
+    for which, side in zip(("left", "right"), value, strict=True):
+        keys = -1 if side is None else integer(f"{name}'s {which}", side)
+        if keys < -1:
+            raise ValueError(
+                f"{name}={tuple(value)!r}: {which} is {keys}; allowed are 0 and more, and -1 or None for no limit"
+            )
+        sides.append(keys)
+    left, right = sides
+    return left, right
+
+
+def _pattern(name: str, value: Any) -> Any:
+    # Imported here, because most calls have none; whoever holds one has paid for it.
+    from .patterns import BlockPattern
+
+    if not isinstance(value, BlockPattern):
+        raise TypeError(
+            f"{name} is {a_kind_of(value)}; allowed is a streamkl_cupy.patterns.BlockPattern, which "
+            f"patterns.from_dense makes of a boolean block matrix"
+        )
+    return value
+
+
+class Options(NamedTuple):
+    """The static options, as they are checked."""
+
+    teacher_scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
+    student_scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
+    causal: Annotated[bool, Row(flag, "bool")] = False
+    q_offset: Annotated[int | None, Row(integer, "SymInt?")] = None
+    window: Annotated[tuple[int, int] | None, Row(_window, "SymInt[]?")] = None
+    # Operators take the key of a pattern, and find the pattern among those alive.
+    block_mask: Annotated["BlockPattern | None", Row(_pattern, "Tensor?")] = None
+    divergence: Annotated[str, Row(lambda name, value: choice(name, value, DIVERGENCES), "str")] = "kl"
+    layout: Annotated[str, Row(lambda name, value: choice(name, value, LAYOUTS), "str")] = "bhnd"
+    precision: Annotated[str, Row(lambda name, value: choice(name, value, PRECISIONS), "str")] = "highest"
+    deterministic: Annotated[
+        bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")
+    ] = None
+
+
+# By name: the rows of `Options`, and the dtypes of the arrays that masks read.
+TABLE: Final[dict[str, Row]] = {name: kind.__metadata__[0] for name, kind in Options.__annotations__.items()}
+MASK_ARRAYS: Final = {name: array.dtype for name, array in ARRAYS.items()}
+SHARED: Final = frozenset({*TABLE, *MASK_ARRAYS})
+NO_MASKS: Final = (None,) * len(MASK_ARRAYS)
+_DEFAULTS = Options()
+_MAY_BE_NONE = frozenset({name for name, default in Options._field_defaults.items() if default is None})
+
+
+def parse(given: Mapping[str, Any], symbols: bool = False) -> tuple[Options, tuple[Any, ...]]:
+    """Check options that were given by name: the static ones, and the arrays of masks in the order of `MASK_ARRAYS`.
+
+    With `symbols` those that a tracer may hold as one pass as they are. Plain enough for torch.compile to trace.
+    """
+    if not given:
+        return _DEFAULTS, NO_MASKS
+    static: dict[str, Any] = {}
+    masked = False
+    for name, value in given.items():
+        if name not in TABLE:
+            masked = masked or value is not None
+        elif (value is not None or name not in _MAY_BE_NONE) and not (symbols and TABLE[name].symbol):
+            static[name] = TABLE[name].check(name, value)
+        else:
+            static[name] = value
+    options = Options(**static)
+    if options.q_offset is not None or options.window is not None:
+        options = _near(options)
+    return options, tuple([given.get(name) for name in MASK_ARRAYS]) if masked else NO_MASKS
+
+
+def _near(options: Options) -> Options:
+    """The same diagonal and window in numbers that 64 bits hold. Where a window begins and ends is what counts, not how
+    far it reaches from where."""
+
+    def near(distance: int) -> int:
+        return max(-FAR, min(distance, FAR))
+
+    q_offset, window = options.q_offset, options.window
+    if q_offset is not None and not options.causal and window is None:
+        raise ValueError(
+            f"q_offset={q_offset} moves the diagonal of causal and window, but there is neither; pass causal=True "
+            f"or a window, or leave it out"
+        )
+    first = q_offset or 0
+    if window is not None:
+        left, right = window
+        window = (
+            left if left < 0 else near(first) - near(first - left),
+            right if right < 0 else near(first + right) - near(first),
+        )
+    return options._replace(q_offset=None if q_offset is None else near(q_offset), window=window)
