@@ -279,7 +279,7 @@ GRADIENT = Struct(
         Field("student_scale", "float"),
         Field("out_scale", "float", "the plain scale of the side that is differentiated"),
         Field("share_slots", "int", "places for sums of shares per batch entry and head"),
-        Field("share_arrivals", "u64", "what lies there tile/shares.cuh says; 0: no memory for it"),
+        Field("share_arrivals", "u64", "what lies there pipeline/partials.cuh says; 0: no memory for it"),
         Field("share_sums", "u64"),
     ),
 )

@@ -16,5 +16,11 @@ struct Range {
     }
 };
 
+// Where nothing is left out.
+struct Everything {
+    template <class... At>
+    __device__ bool operator()(At...) const { return true; }
+};
+
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }

@@ -10,6 +10,7 @@
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
+#include "pipeline/ring.cuh"
 #include "tile/load.cuh"
 #include "tile/scores.cuh"
 #include "tile/schedule.cuh"
@@ -48,6 +49,23 @@ struct Offsets {
     }
 };
 
+// The keys of both sides, a tile after the other.
+struct Keys {
+    u32 ring;  // shared memory
+    HeadView teacher_view, student_view;
+    Range valid;
+    Cursor<Mask> ahead;
+    __device__ TeacherTile teacher(int stage) const { return {ring + stage * kStageBytes}; }
+    __device__ StudentTile student(int stage) const { return {ring + stage * kStageBytes + TeacherTile::bytes(kColumns)}; }
+    __device__ bool more() const { return ahead.more(); }
+    __device__ void operator()(int i) {
+        const int key = ahead.row(), stage = i % kStages;
+        load_rows<kColumns, SKL_TK_VECTOR>(teacher(stage), teacher_view, key, valid);
+        load_rows<kColumns, SKL_SK_VECTOR>(student(stage), student_view, key, valid);
+        ahead.next();
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ ForwardArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
@@ -59,43 +77,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     if (Mask::kRagged && first_row >= place.queries) return;
     const Range rows{first_row, end_row}, keys = mask.keys_of(first_row, end_row);
     const Range steps = mask.steps_of(first_row, covering(keys, kColumns));
-    Cursor<Mask> at(mask, rows, split_of(steps, block, n)), ahead = at;
+    Cursor<Mask> at(mask, rows, split_of(steps, block, n));
 
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile tq{base};
     const StudentTile sq{base + TeacherTile::bytes(kRows)};
-    const auto teacher_keys = [&](int stage) { return TeacherTile{base + kQueryBytes + stage * kStageBytes}; };
-    const auto student_keys = [&](int stage) { return StudentTile{base + kQueryBytes + stage * kStageBytes + TeacherTile::bytes(kColumns)}; };
-
-    const HeadView tk_view = head_view<TeacherTile>(args.in.teacher_k, block.batch, block.head / n.teacher_group, place.first_key);
-    const HeadView sk_view = head_view<StudentTile>(args.in.student_k, block.batch, block.head / n.student_group, place.first_key);
-    const auto fetch = [&](int i) {
-        const int key = ahead.row(), stage = i % kStages;
-        load_rows<kColumns, SKL_TK_VECTOR>(teacher_keys(stage), tk_view, key, keys);
-        load_rows<kColumns, SKL_SK_VECTOR>(student_keys(stage), sk_view, key, keys);
-        ahead.next();
-    };
+    Keys fetch{base + kQueryBytes, head_view<TeacherTile>(args.in.teacher_k, block.batch, block.head / n.teacher_group, place.first_key),
+               head_view<StudentTile>(args.in.student_k, block.batch, block.head / n.student_group, place.first_key), keys, at};
 
     load_rows<kRows, SKL_TQ_VECTOR>(tq, head_view<TeacherTile>(args.in.teacher_q, block.batch, block.head, place.first_query), first_row, rows);
     load_rows<kRows, SKL_SQ_VECTOR>(sq, head_view<StudentTile>(args.in.student_q, block.batch, block.head, place.first_query), first_row, rows);
     cp_async_commit();
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-        if (ahead.more()) fetch(i);
-        cp_async_commit();
-    }
+    fill_ring(fetch);
 
     TeacherCommon common_t{base + kQueryBytes + kStages * kStageBytes};
     StudentCommon common_s{common_t.vector + TeacherCommon::kBytes};
     if constexpr (kCommon) {
         const KeySample sample(Cursor<Mask>(mask, rows, steps), keys);
-        common_t.find(tk_view, sample);
-        common_s.find(sk_view, sample);
+        common_t.find(fetch.teacher_view, sample);
+        common_s.find(fetch.student_view, sample);
         __syncthreads();
     }
-    const auto leave_common = [&](int stage) {
-        common_t.template leave<kColumns>(teacher_keys(stage));
-        common_s.template leave<kColumns>(student_keys(stage));
+    const auto leave_common = [&common_t, &common_s, &fetch](int stage) {
+        common_t.template leave<kColumns>(fetch.teacher(stage));
+        common_s.template leave<kColumns>(fetch.student(stage));
     };
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
@@ -105,24 +110,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     for (int i = 0; i < kLaneRows; ++i) state[i].start();
 
     for (int i = 0; at.more(); ++i, at.next()) {
-        if constexpr (kStages == 1) {
-            __syncthreads();
-            fetch(i);
-            cp_async_commit();
-            cp_async_wait<0>();
-            leave_common(0);
-            __syncthreads();
-        } else {
-            cp_async_wait<kStages - 2>();
-            leave_common(i % kStages);
-            __syncthreads();
-            if (ahead.more()) fetch(i + kStages - 1);
-            cp_async_commit();
-        }
+        advance_ring(i, fetch, leave_common);
         const int key = at.row(), stage = i % kStages;
         Strip<kTiles> t, s;
-        scores<kTiles>(t, tq, warp_row, teacher_keys(stage));
-        scores<kTiles>(s, sq, warp_row, student_keys(stage));
+        scores<kTiles>(t, tq, warp_row, fetch.teacher(stage));
+        scores<kTiles>(s, sq, warp_row, fetch.student(stage));
         absorb_tile<kTiles>(state, t, s, at.mask, row, at.full(first_row, end_row), key, args.teacher_scale, args.student_scale);
     }
     if constexpr (kCommon) {

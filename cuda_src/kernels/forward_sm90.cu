@@ -16,8 +16,9 @@
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
+#include "pipeline/barriers.cuh"
+#include "pipeline/ring.cuh"
 #include "ptx/registers.cuh"
-#include "tile/arrive.cuh"
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
 #include "tile/swizzled.cuh"
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
 
     const u64 q_t = swizzled_descriptor(queries_t + group * 64 * 128), q_s = swizzled_descriptor(queries_s + group * 64 * 128);
     const u64 ring_start = swizzled_descriptor(ring);
-    const auto release = [&](int slot) { warp_arrive(empty + 8 * slot); };
+    const auto release = [empty](int slot) { warp_arrive(empty + 8 * slot); };
     mbarrier_wait(queries_here, 0);
     HeldRows<SKL_HELD_STEPS> held;
     held.load<kRows>(queries_t, 16 * (threadIdx.x / 32));

@@ -13,6 +13,7 @@
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
+#include "pipeline/ring.cuh"
 #include "tile/load.cuh"
 #include "tile/scores.cuh"
 #include "tile/schedule.cuh"
@@ -20,18 +21,13 @@
 #include "@divergence"
 #include "@score"
 #include "tile/terms.cuh"
+#include "tile/task.cuh"
 #include "tile/common_part.cuh"
 
 using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
 using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
 
-constexpr int kSide = SKL_GRAD_SIDE;
-using Logit = LogitGradient<kSide>;
-
-template <int SIDE> struct OfSide;
-template <> struct OfSide<kTeacher> { using Tile = TeacherTile; };
-template <> struct OfSide<kStudent> { using Tile = StudentTile; };
-using OutTile = OfSide<kSide>::Tile;
+using OutTile = OfSide<kSide, TeacherTile, StudentTile>::Type;
 using OutElement = OutTile::E;
 
 constexpr int kTiles = kColumns / 8;
@@ -132,30 +128,120 @@ __device__ inline void accumulate(Strip<kOutTiles>& out, const OutFragments& a, 
     }
 }
 
+// Brings the sums to a scale that the weights of one more tile of queries can have, and returns that. Narrow types, streamed
+// queries: weights are scaled by 2^(kTopExponent - exponent).
+__device__ inline float rescale(Strip<kOutTiles>& out, int& exponent, u32 vectors, Range columns, int first_column) {
+    int top = exponent;
+    for (int j = lane_id(); j < kColumns; j += 32) {
+        const float g = shared_float(vectors + 4 * (2 * kColumns + j));
+        const float value = Logit::kNeedsValue ? kLog2e * shared_float(vectors + 4 * (3 * kColumns + j)) : 0.f;
+        const int e = exponent_of(g * Logit::bound(value));
+        if (columns.contains(first_column + j) && e < 127 && counts(vectors, j)) top = max(top, e);
+    }
+    top = __reduce_max_sync(~0u, top);
+    if (top > exponent) {
+        const float shrink = power_of_two(max(exponent - top, -126));
+#pragma unroll
+        for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+            for (int d = 0; d < kOutTiles; ++d)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[m][d][e] *= shrink;
+        exponent = top;
+    }
+    return power_of_two(max(kTopExponent - exponent, -126));
+}
+
+// The streamed rows of one query head, a tile of both sides after the other, and of queries their statistics.
+struct Stream {
+    u32 ring;  // shared memory
+    const GradientArgs& args;
+    const Task& task;
+    int head;
+    HeadView teacher_view, student_view;
+    Range valid;
+    Cursor<Mask> ahead;
+
+    __device__ u32 stage(int i) const { return ring + (i % kStages) * kStageBytes; }
+    __device__ TeacherTile teacher(int i) const { return {stage(i)}; }
+    __device__ StudentTile student(int i) const { return {stage(i) + TeacherTile::bytes(kColumns)}; }
+    __device__ OutTile own(int i) const { return {kSide == kTeacher ? teacher(i).base : student(i).base}; }
+    __device__ u32 vectors(int i) const { return stage(i) + kTileBytes; }
+    __device__ bool more() const { return ahead.more(); }
+
+    __device__ void operator()(int i) {
+        const int first = ahead.row();
+        constexpr int at_once = Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
+        const bool full = ahead.full(task.rows.begin, task.rows.end);
+        const auto met = [this, full](int column) { return full || ahead.meets(task.rows.begin, task.rows.end, column); };
+        load_rows<kColumns, kRowsAreQueries ? SKL_TK_VECTOR : SKL_TQ_VECTOR, at_once>(teacher(i), teacher_view, first, valid, met);
+        load_rows<kColumns, kRowsAreQueries ? SKL_SK_VECTOR : SKL_SQ_VECTOR, at_once>(student(i), student_view, first, valid, met);
+        if constexpr (!kRowsAreQueries) {
+            for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
+                const int which = j / kColumns, q = first + j % kColumns;
+                const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;
+                const bool inside = valid.contains(q);
+                cp_async_4(vectors(i) + 4 * j, row_vector(x, task.block.batch, head, task.place.first_query) + (inside ? q * x.row : 0),
+                           inside ? 4 : 0);
+            }
+        }
+        ahead.next();
+    }
+};
+
+// What the sums must be multiplied by is known where they are written; so is the place, found anew: registers are dear in the loop.
+__device__ inline void write(const GradientArgs& args, const Block& block, const Strip<kOutTiles>& out, int row, int exponent) {
+    constexpr int bytes = OutElement::kBytes;
+    const Extents& n = args.n;
+    const Task again(n);
+    const Place& here = again.place;
+    const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
+    const u64 head_base =
+        args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
+    const Mask mask(n, here, block.batch, again.first_head);
+    const int lane = lane_id();
+#pragma unroll
+    for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < Accumulators::kRows; ++half) {
+            const int r = row + 16 * m + Accumulators::below(half);
+            float factor = gradient_factor<kSide>(args.out_scale);
+            if constexpr (kRowsAreQueries) {
+                const RowTerms x = read_terms(args, mask, block.batch, block.head, r);
+                factor *= x.weight;
+                if constexpr (OutElement::kNarrowExponent) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
+            } else if constexpr (OutElement::kNarrowExponent) {
+                factor *= power_of_two(exponent - kTopExponent);
+            }
+            if (r >= again.row_count) continue;
+#pragma unroll
+            for (int d = 0; d < kOutTiles; ++d) {
+                const int column = 8 * d + Accumulators::first_column(lane);
+                const float x = out[m][d][Accumulators::element(half, 0)] * factor, y = out[m][d][Accumulators::element(half, 1)] * factor;
+                const u64 address = head_base + (r * args.out.row + column) * bytes;
+                if (OutTile::kHeadDim % 2 == 0 && column < OutTile::kHeadDim) {
+                    OutElement::store_pair(address, x, y);
+                } else {
+                    if (column < OutTile::kHeadDim) OutElement::store(address, x);
+                    if (column + 1 < OutTile::kHeadDim) OutElement::store(address + bytes, y);
+                }
+            }
+        }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_gradient(const __grid_constant__ GradientArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
-    const int out_group = kSide == kTeacher ? n.teacher_group : n.student_group;
-    const int heads_per_block = kRowsAreQueries ? 1 : out_group;  // query heads summed into one output head
-    const int out_heads = n.heads / heads_per_block;
-    Block block = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
-    const int first_head = block.head * heads_per_block, end_head = first_head + heads_per_block;
-    const Place place = Mask::locate(n, first_head, block);
-
-    const int row_count = kRowsAreQueries ? place.queries : place.keys;
-    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, row_count);
-    if (Mask::kRagged && first_row >= row_count) return;
-    const Range rows{first_row, end_row};
+    const Task task(n);
+    const Block& block = task.block;
+    const Place& place = task.place;
+    const int first_row = task.rows.begin, end_row = task.rows.end;
+    if (Mask::kRagged && first_row >= task.row_count) return;
 
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile rows_t{base};
     const StudentTile rows_s{base + TeacherTile::bytes(kRows)};
-    const auto stage_base = [&](int i) { return base + kRowBytes + (i % kStages) * kStageBytes; };
-    const auto columns_t = [&](int i) { return TeacherTile{stage_base(i)}; };
-    const auto columns_s = [&](int i) { return StudentTile{stage_base(i) + TeacherTile::bytes(kColumns)}; };
-
     const OutTile own_rows{kSide == kTeacher ? rows_t.base : rows_s.base};
-    const auto own_columns = [&](int i) { return OutTile{kSide == kTeacher ? columns_t(i).base : columns_s(i).base}; };
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
     const int row = first_row + warp_row + Accumulators::first_row(lane);
@@ -163,62 +249,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 
     Strip<kOutTiles> out;
     clear<kOutTiles>(out);
-    int exponent = kTopExponent - 126;  // narrow types, streamed queries: weights are scaled by 2^(kTopExponent - exponent)
+    int exponent = kLowestExponent;
     RowTerms terms[kWarpTiles][Accumulators::kRows];
 
-    for (int head = first_head; head < end_head; ++head) {
-        const Mask mask(n, place, block.batch, head);
-        const Range columns = kRowsAreQueries ? mask.keys_of(first_row, end_row) : mask.queries_of(first_row, end_row);
-        Cursor<Mask> at(mask, rows, mask.steps_of(first_row, covering(columns, kColumns))), ahead = at;
+    for (int head = task.first_head; head < task.end_head; ++head) {
+        const Mask mask = task.mask(n, head);
+        const Range columns = Task::met_by(mask, task.rows);
+        Cursor<Mask> at(mask, task.rows, mask.steps_of(first_row, covering(columns, kColumns)));
         Common common{base + kRowBytes + kStages * kStageBytes};
         const HeadView queries_t = head_view<TeacherTile>(args.in.teacher_q, block.batch, head, place.first_query);
         const HeadView queries_s = head_view<StudentTile>(args.in.student_q, block.batch, head, place.first_query);
         const HeadView keys_t = head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group, place.first_key);
         const HeadView keys_s = head_view<StudentTile>(args.in.student_k, block.batch, head / n.student_group, place.first_key);
-
-        const auto fetch = [&](int i) {
-            const int first = ahead.row();
-            constexpr int at_once = Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
-            const bool full = ahead.full(first_row, end_row);
-            const auto met = [&](int column) { return full || ahead.meets(first_row, end_row, column); };
-            if constexpr (kRowsAreQueries) {
-                load_rows<kColumns, SKL_TK_VECTOR, at_once>(columns_t(i), keys_t, first, columns, met);
-                load_rows<kColumns, SKL_SK_VECTOR, at_once>(columns_s(i), keys_s, first, columns, met);
-            } else {
-                load_rows<kColumns, SKL_TQ_VECTOR, at_once>(columns_t(i), queries_t, first, columns, met);
-                load_rows<kColumns, SKL_SQ_VECTOR, at_once>(columns_s(i), queries_s, first, columns, met);
-                for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
-                    const int which = j / kColumns, q = first + j % kColumns;
-                    const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;
-                    const bool inside = columns.contains(q);
-                    cp_async_4(stage_base(i) + kTileBytes + 4 * j, row_vector(x, block.batch, head, place.first_query) + (inside ? q * x.row : 0), inside ? 4 : 0);
-                }
-            }
-            ahead.next();
-        };
+        Stream fetch{base + kRowBytes, args, task, head, kRowsAreQueries ? keys_t : queries_t, kRowsAreQueries ? keys_s : queries_s, columns, at};
 
         cp_async_wait<0>();  // a head whose list is empty has waited for nothing, not even for its rows
         __syncthreads();     // the previous head's last tile is still being read
-        if constexpr (kRowsAreQueries) {
-            load_rows<kRows, SKL_TQ_VECTOR>(rows_t, queries_t, first_row, rows);
-            load_rows<kRows, SKL_SQ_VECTOR>(rows_s, queries_s, first_row, rows);
-        } else {
-            load_rows<kRows, SKL_TK_VECTOR>(rows_t, keys_t, first_row, rows);
-            load_rows<kRows, SKL_SK_VECTOR>(rows_s, keys_s, first_row, rows);
-        }
+        load_rows<kRows, kRowsAreQueries ? SKL_TQ_VECTOR : SKL_TK_VECTOR>(rows_t, kRowsAreQueries ? queries_t : keys_t, first_row, task.rows);
+        load_rows<kRows, kRowsAreQueries ? SKL_SQ_VECTOR : SKL_SK_VECTOR>(rows_s, kRowsAreQueries ? queries_s : keys_s, first_row, task.rows);
         cp_async_commit();
-#pragma unroll
-        for (int i = 0; i < kStages - 1; ++i) {
-            if (ahead.more()) fetch(i);
-            cp_async_commit();
-        }
+        fill_ring(fetch);
 
         if constexpr (kRowsAreQueries) {
 #pragma unroll
             for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
                 for (int half = 0; half < Accumulators::kRows; ++half)
-                    terms[m][half] = read_terms<Logit>(args, mask, block.batch, head, row + 16 * m + Accumulators::below(half));
+                    terms[m][half] = read_terms(args, mask, block.batch, head, row + 16 * m + Accumulators::below(half));
         }
         if constexpr (Common::kPossible) {
             common.find(kSide == kTeacher ? keys_t : keys_s, KeySample(at, columns));
@@ -233,98 +290,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
                     lse = -Score<kSide>::logit(common.times(own_rows, r), kSide == kTeacher ? ct : cs, lse);
                 }
         }
+        const auto leave_common = [&common, &fetch](int stage) { common.template leave<kColumns>(fetch.own(stage)); };
         for (int i = 0; at.more(); ++i, at.next()) {
-            if constexpr (kStages == 1) {
-                __syncthreads();
-                fetch(i);
-                cp_async_commit();
-                cp_async_wait<0>();
-                common.template leave<kColumns>(own_columns(i));
-                __syncthreads();
-            } else {
-                cp_async_wait<kStages - 2>();
-                common.template leave<kColumns>(own_columns(i));
-                __syncthreads();
-                if (ahead.more()) fetch(i + kStages - 1);
-                cp_async_commit();
-            }
+            advance_ring(i, fetch, leave_common);
             const int first_column = at.row();
             const bool full = at.full(first_row, end_row);
-            const u32 vectors = stage_base(i) + kTileBytes;
-
-            float lift = 1.f;  // narrow types, streamed queries: what the weights of this tile are multiplied by
-            if constexpr (!kRowsAreQueries && OutElement::kNarrowExponent) {
-                int top = exponent;
-                for (int j = lane; j < kColumns; j += 32) {
-                    const float g = shared_float(vectors + 4 * (2 * kColumns + j));
-                    const float value = Logit::kNeedsValue ? kLog2e * shared_float(vectors + 4 * (3 * kColumns + j)) : 0.f;
-                    const int e = exponent_of(g * Logit::bound(value));
-                    if (columns.contains(first_column + j) && e < 127 && counts(vectors, j)) top = max(top, e);
-                }
-                top = __reduce_max_sync(~0u, top);
-                if (top > exponent) {
-                    const float shrink = power_of_two(max(exponent - top, -126));
-#pragma unroll
-                    for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-                        for (int d = 0; d < kOutTiles; ++d)
-#pragma unroll
-                            for (int e = 0; e < 4; ++e) out[m][d][e] *= shrink;
-                    exponent = top;
-                }
-                lift = power_of_two(max(kTopExponent - exponent, -126));
-            }
+            const u32 vectors = fetch.vectors(i);
+            float lift = 1.f;
+            if constexpr (!kRowsAreQueries && OutElement::kNarrowExponent) lift = rescale(out, exponent, vectors, columns, first_column);
 
             Strip<kTiles> t, s;
-            scores<kTiles>(t, rows_t, warp_row, columns_t(i));
-            scores<kTiles>(s, rows_s, warp_row, columns_s(i));
+            scores<kTiles>(t, rows_t, warp_row, fetch.teacher(i));
+            scores<kTiles>(s, rows_s, warp_row, fetch.student(i));
 
             if (full)
                 logit_gradients<false>(t, s, terms, vectors, lift, at.mask, row, first_column, ct, cs);
             else
                 logit_gradients<true>(t, s, terms, vectors, lift, at.mask, row, first_column, ct, cs);
 
-            FragmentA<OutTile::kCode> a[kTiles / 2][kWarpTiles];
+            OutFragments a;
 #pragma unroll
             for (int k = 0; k < kTiles / 2; ++k)
 #pragma unroll
                 for (int m = 0; m < kWarpTiles; ++m) accumulators_to_a<OutTile::kCode>(a[k][m], t[m][2 * k], t[m][2 * k + 1]);
-            accumulate(out, a, own_columns(i));
+            accumulate(out, a, fetch.own(i));
         }
     }
-
-    constexpr int bytes = OutElement::kBytes;
-    Block again = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
-    const Place here = Mask::locate(n, first_head, again);  // found anew: registers are dear in the loop
-    const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
-    const u64 head_base =
-        args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
-    const Mask mask(n, here, block.batch, first_head);
-#pragma unroll
-    for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < Accumulators::kRows; ++half) {
-            const int r = row + 16 * m + Accumulators::below(half);
-            float factor = gradient_factor<kSide>(args.out_scale);
-            if constexpr (kRowsAreQueries) {
-                const RowTerms x = read_terms<Logit>(args, mask, block.batch, block.head, r);  // again: registers are dear in the loop
-                factor *= x.weight;
-                if constexpr (OutElement::kNarrowExponent) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
-            } else if constexpr (OutElement::kNarrowExponent) {
-                factor *= power_of_two(exponent - kTopExponent);
-            }
-            if (r >= (kRowsAreQueries ? here.queries : here.keys)) continue;
-#pragma unroll
-            for (int d = 0; d < kOutTiles; ++d) {
-                const int column = 8 * d + Accumulators::first_column(lane);
-                const float x = out[m][d][Accumulators::element(half, 0)] * factor, y = out[m][d][Accumulators::element(half, 1)] * factor;
-                const u64 address = head_base + (r * args.out.row + column) * bytes;
-                if (OutTile::kHeadDim % 2 == 0 && column < OutTile::kHeadDim) {
-                    OutElement::store_pair(address, x, y);
-                } else {
-                    if (column < OutTile::kHeadDim) OutElement::store(address, x);
-                    if (column + 1 < OutTile::kHeadDim) OutElement::store(address + bytes, y);
-                }
-            }
-        }
+    write(args, block, out, row, exponent);
 }

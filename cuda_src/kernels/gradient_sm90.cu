@@ -20,36 +20,32 @@
 //
 // Rows of a tile that hold an infinity or a NaN are cleared before the product with dX, on tiles that are not visible as a
 // whole: who sees them has NaN already, and who does not must not get it. No atomics and no workspace, but where blocks share a
-// list (tile/shares.cuh): each output element has one owner and a fixed order of addition. Of the teacher's resident rows
+// list (pipeline/partials.cuh): each output element has one owner and a fixed order of addition. Of the teacher's resident rows
 // kHeld steps are kept in registers (tile/swizzled.cuh). Types of narrow exponent are scaled as in gradient_sm80.cu.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
+#include "pipeline/barriers.cuh"
+#include "pipeline/partials.cuh"
+#include "pipeline/ring.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
-#include "tile/arrive.cuh"
 #include "tile/clear.cuh"
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
-#include "tile/shares.cuh"
 #include "tile/swizzled.cuh"
 #include "@mask"
 #include "@divergence"
 #include "@score"
 #include "tile/terms.cuh"
+#include "tile/task.cuh"
 
 using Teacher = Operand<SKL_T_ELEMENT, SKL_T_DIM>;
 using Student = Operand<SKL_S_ELEMENT, SKL_S_DIM>;
 
-constexpr int kSide = SKL_GRAD_SIDE;
-using Logit = LogitGradient<kSide>;
-
-template <int SIDE> struct OfSide;
-template <> struct OfSide<kTeacher> { using Operand = Teacher; };
-template <> struct OfSide<kStudent> { using Operand = Student; };
-using Out = OfSide<kSide>::Operand;
+using Out = OfSide<kSide, Teacher, Student>::Type;
 using OutElement = Element<Out::kCode>;
-using Terms = TermLayout<Logit, kColumns>;
+using Terms = TermLayout<kColumns>;
 
 constexpr bool kNarrow = OutElement::kNarrowExponent;  // gradients of logits are scaled by powers of two
 constexpr int kGroups = kWarps / 4;
@@ -63,7 +59,6 @@ constexpr int kTermsPerLane = ceil_div(kColumns, 32);                      // of
 constexpr int kHeld = SKL_HELD_STEPS;                                      // of the teacher's resident rows
 constexpr bool kAhead = SKL_AHEAD;  // the next tile's scores are multiplied while this one's gradients are computed
 constexpr int kBarriers = 2 * kRing + 2;
-constexpr int kLowestExponent = kTopExponent - 126;  // weights are scaled by 2^(kTopExponent - exponent)
 
 static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
 static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of the next one, or the one after that");
@@ -85,46 +80,6 @@ struct Layout {
 
 // Offset, in a tile or in the resident rows, of the differentiated side.
 __device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : Teacher::bytes(rows); }
-
-template <bool X>
-struct Value {
-    static constexpr bool value = X;
-};
-
-// What a block works on.
-struct Task {
-    Block block;
-    int first_head, end_head;  // query heads that are summed
-    Place place;
-    int row_count;             // rows of the stationary operand
-    Range rows;                // the block's own
-
-    __device__ explicit Task(const Extents& n) {
-        const int heads_per_block = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
-        const int out_heads = n.heads / heads_per_block;
-        block = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
-        first_head = block.head * heads_per_block;
-        end_head = first_head + heads_per_block;
-        place = Mask::locate(n, first_head, block);
-        row_count = kRowsAreQueries ? place.queries : place.keys;
-        rows = {block.tile * kRows, min(block.tile * kRows + kRows, row_count)};
-    }
-    __device__ Mask mask(const Extents& n, int head) const { return Mask(n, place, block.batch, head); }
-    // The interval of streamed rows that some of these rows meet.
-    __device__ static Range met_by(const Mask& mask, Range rows) {
-        return kRowsAreQueries ? mask.keys_of(rows.begin, rows.end) : mask.queries_of(rows.begin, rows.end);
-    }
-    __device__ Cursor<Mask> walk(const Mask& mask) const {
-        Range tiles = covering(met_by(mask, rows), kColumns);
-        if constexpr (Mask::kListed) tiles.meet(block.streamed);
-        return {mask, rows, mask.steps_of(rows.begin, tiles)};
-    }
-    // Whether the resident rows are other ones than those of the head before: the other side may share keys differently.
-    __device__ bool new_rows(const Extents& n, int head) const {
-        const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
-        return head == first_head || head / other_group != (head - 1) / other_group;
-    }
-};
 
 // ROWS rows of both sides, one after the other.
 template <int ROWS>
@@ -177,10 +132,10 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
             __syncwarp();
         }
         RowTerms x[kTermsPerLane];  // read one tile ahead, and not touched before: memory is far
-        const auto read = [&](int first) {
+        const auto read = [&x, &vectors, &args, lane, last = task.place.queries - 1](int first) {
             if constexpr (!kRowsAreQueries)
 #pragma unroll
-                for (int i = 0; i < kTermsPerLane; ++i) x[i] = vectors.at(args, min(first + lane + 32 * i, task.place.queries - 1));
+                for (int i = 0; i < kTermsPerLane; ++i) x[i] = vectors.at(args, min(first + lane + 32 * i, last));
         };
         Cursor<Mask> walk = task.walk(mask);
         if (walk.more()) read(walk.row());
@@ -277,14 +232,298 @@ __device__ inline void multiply_out(float (&out)[TILES][4], const Gradients& a, 
     }
 }
 
+// A consumer: one warpgroup, which has 64 of the resident rows.
+struct Consumer {
+    using Scores = float[kTiles][4];
+    using OwnTerms = RowTerms[Accumulators::kRows];
+    using Sums = float[kOutTiles][4];
+    using Held = HeldRows<kHeld>;
+
+    const GradientArgs& args;
+    const Task& task;
+    const Layout& shared;
+    const int group, lane;
+    const float ct, cs;
+    const Mask mask;  // of the first head
+    const Range own;  // rows
+    const Range mine;  // tiles that these may see
+    const int row;
+    const u64 rows_t, rows_s, ring_t, ring_s, ring_out;
+    int exponent = kLowestExponent;  // narrow types, streamed queries
+    RingCursor<kRing> at, done;
+    u32 rows_parity = 0;
+    // Variables of the kernel: the compiler takes arrays that lie in a struct for memory for most of its way.
+    OwnTerms& terms;
+    Sums& out;
+    Held& held;
+
+    __device__ Consumer(const GradientArgs& args, const Task& task, const Layout& shared, int group, OwnTerms& terms, Sums& out, Held& held)
+        : args(args), task(task), shared(shared), group(group), lane(lane_id()), ct(args.teacher_scale), cs(args.student_scale),
+          mask(task.mask(args.n, task.first_head)),
+          own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)},
+          mine(own.begin < own.end ? covering(Task::met_by(mask, own), kColumns) : Range{0, 0}),
+          row(own.begin + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane)),
+          rows_t(swizzled_descriptor(shared.rows + group * 64 * 128)), rows_s(rows_t + (Teacher::bytes(kRows) >> 4)),
+          ring_t(swizzled_descriptor(shared.ring)), ring_s(ring_t + (Teacher::bytes(kColumns) >> 4)),
+          ring_out(swizzled_descriptor(shared.ring + out_offset(kColumns), kColumns * 128)), terms(terms), out(out), held(held) {
+        if constexpr (kRowsAreQueries) {
+#pragma unroll
+            for (int half = 0; half < Accumulators::kRows; ++half) {
+                terms[half] = read_terms(args, mask, task.block.batch, task.block.head, row + Accumulators::below(half));
+                if constexpr (kNarrow)
+                    terms[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(terms[half].value)));
+            }
+        }
+#pragma unroll
+        for (int d = 0; d < kOutTiles; ++d)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[d][e] = 0.f;
+    }
+
+    // Sums over all heads of the block.
+    __device__ void run() {
+        for (int head = task.first_head; head < task.end_head; ++head) {
+            if (task.new_rows(args.n, head)) {
+                warp_wait(shared.rows_here(), rows_parity);
+                rows_parity ^= 1;
+                held.template load<kRows>(shared.rows, 16 * (threadIdx.x / 32));
+            }
+            Cursor<Mask> walk = task.walk(task.mask(args.n, head));
+            for (; walk.more() && walk.tile() < mine.begin; walk.next()) skip();
+            if constexpr (kAhead)
+                work_ahead(walk);
+            else
+                work(walk);
+            for (; walk.more(); walk.next()) skip();
+            if (head + 1 < task.end_head && task.new_rows(args.n, head + 1)) warp_arrive(shared.rows_free());
+        }
+    }
+
+    // Scales the sums and writes them, by who has all of them.
+    __device__ void write() {
+        constexpr int bytes = OutElement::kBytes;
+        const Block& block = task.block;
+        const int first_out = kRowsAreQueries ? task.place.first_query : task.place.first_key;
+        const u64 head_base =
+            args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
+#pragma unroll
+        for (int half = 0; half < Accumulators::kRows; ++half) {
+            const int r = row + Accumulators::below(half);
+            float factor = gradient_factor<kSide>(args.out_scale);
+            if constexpr (kRowsAreQueries) {
+                const RowTerms x = read_terms(args, mask, block.batch, block.head, r);  // again: registers are dear above
+                factor *= x.weight;
+                if constexpr (kNarrow) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
+            } else if constexpr (kNarrow) {
+                factor *= power_of_two(exponent - kTopExponent);
+            }
+#pragma unroll
+            for (int d = 0; d < kOutTiles; ++d) {
+                out[d][Accumulators::element(half, 0)] *= factor;
+                out[d][Accumulators::element(half, 1)] *= factor;
+            }
+        }
+        if constexpr (Mask::kListed) {
+            const int out_heads = args.n.heads / (task.end_head - task.first_head);
+            if (block.shares > 1 && !add_shares(out, block, block.batch * out_heads + block.head, args)) return;
+        }
+#pragma unroll
+        for (int half = 0; half < Accumulators::kRows; ++half) {
+            const int r = row + Accumulators::below(half);
+            if (r >= task.row_count) continue;
+#pragma unroll
+            for (int d = 0; d < kOutTiles; ++d) {
+                const int column = 8 * d + Accumulators::first_column(lane);
+                if (column < Out::kDim)
+                    OutElement::store_pair(head_base + (r * args.out.row + column) * bytes, out[d][Accumulators::element(half, 0)],
+                                           out[d][Accumulators::element(half, 1)]);
+            }
+        }
+    }
+
+private:
+    __device__ void arrived() const { mbarrier_wait(shared.full(at.slot), at.parity); }
+    __device__ void release() {  // the next slot in order
+        __syncwarp();
+        warp_arrive(shared.empty(done.slot));
+        done.advance();
+    }
+    __device__ void skip() {
+        arrived();  // or two arrivals could fall into one phase
+        at.advance();
+        release();
+    }
+    __device__ bool wanted(const Cursor<Mask>& walk) const {
+        return walk.tile() >= mine.begin && walk.tile() < mine.end && (!Mask::kListed || walk.touches(own.begin, own.end));
+    }
+    __device__ void multiply_scores(Scores& t, Scores& s) const {  // of the tile at hand
+        const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
+        multiply_rows<Teacher, kRows, Teacher::kChunks>(t, rows_t, ring_t + offset, 0, 0, held);
+        multiply_rows<Student, kRows, Student::kChunks>(s, rows_s, ring_s + offset, 0);
+    }
+    // The same, with nothing else under way.
+    __device__ void multiply_scores_now(Scores& t, Scores& s) const {
+        wgmma_fence();
+        multiply_scores(t, s);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(t);
+        settle(s);
+    }
+    __device__ void gradients_of(Scores& t, const Scores& s, int slot) const { logit_gradients(t, s, terms, shared.terms(slot), ct, cs); }
+    __device__ void hide_unseen(Scores& dx, const Cursor<Mask>& walk, int slot) const {
+        hide(dx, walk.mask, row, walk.row());
+        clear_non_finite<OutElement, kColumns, Out::kChunks>(shared.tile(slot) + out_offset(kColumns), kWarpgroup + group);
+    }
+    __device__ static void pack(Gradients& a, const Scores& dx) {
+#pragma unroll
+        for (int k = 0; k < kTiles / 2; ++k) accumulators_to_a<Out::kCode>(a[k], dx[2 * k], dx[2 * k + 1]);
+    }
+    // Brings the sums to the scale of the tile in a slot, while no product is under way that adds to them.
+    __device__ void rescale(int slot) {
+        if constexpr (!kRowsAreQueries && kNarrow) {
+            const int top = *reinterpret_cast<const int*>(__cvta_shared_to_generic(shared.exponent(slot)));
+            if (top <= exponent) return;
+            const float shrink = power_of_two(max(exponent - top, -126));
+#pragma unroll
+            for (int d = 0; d < kOutTiles; ++d)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[d][e] *= shrink;
+            exponent = top;
+        }
+    }
+    __device__ void accumulate(const Gradients& a, int slot) const {
+        multiply_out(out, a, ring_out + static_cast<u64>(slot * (kTileBytes >> 4)));
+    }
+    __device__ void accumulate_now(const Gradients& a, int slot) {
+        rescale(slot);
+        wgmma_fence();
+        accumulate(a, slot);
+        wgmma_commit();
+        wgmma_wait<0>();
+        settle(out);
+        release();
+    }
+
+    // One tile after the other: the product with dX is under way while the next tile's scores are multiplied.
+    __device__ void work(Cursor<Mask>& walk) {
+        bool pending = false;  // the last product is under way, and its tile not yet released
+        for (; walk.more() && walk.tile() < mine.end; walk.next()) {
+            if (Mask::kListed && !wanted(walk)) {
+                wgmma_wait<0>();
+                settle(out);
+                if (pending) release();
+                pending = false;
+                skip();
+                continue;
+            }
+            arrived();
+            const int slot = at.slot;
+            Scores t, s;
+            multiply_scores_now(t, s);
+            settle(out);
+            if (pending) release();
+            pending = true;
+            rescale(slot);
+            at.advance();
+            // Twice, or the scores of full tiles would wait for a branch.
+            if (walk.full(own.begin, own.end)) {
+                gradients_of(t, s, slot);
+            } else {
+                gradients_of(t, s, slot);
+                hide_unseen(t, walk, slot);
+            }
+            Gradients a;
+            pack(a, t);
+            wgmma_fence();
+            accumulate(a, slot);
+            wgmma_commit();
+        }
+        wgmma_wait<0>();
+        settle(out);
+        if (pending) release();
+    }
+
+    // Takes the tile whose scores are in t and s. Meanwhile the product that `a`, dX of the tile in `slot`, has to make is under
+    // way, unless this is the first of a run, and with MORE the next tile's scores. dX ends in `a`.
+    template <bool FIRST, bool MORE>
+    __device__ void step(Gradients& a, int& slot, Scores& t, Scores& s, Scores& next_t, Scores& next_s) {
+        const int before = slot;
+        slot = at.slot;
+        at.advance();
+        if constexpr (MORE) arrived();
+        if constexpr (!FIRST) rescale(before);
+        if constexpr (MORE || !FIRST) {
+            wgmma_fence();
+            if constexpr (!FIRST) accumulate(a, before);
+            if constexpr (MORE) multiply_scores(next_t, next_s);
+            wgmma_commit();
+        }
+        gradients_of(t, s, slot);
+        if constexpr (MORE || !FIRST) wgmma_wait<0>();
+        settle(out);
+        if constexpr (MORE) {
+            settle(next_t);
+            settle(next_s);
+        }
+        pack(a, t);
+        if constexpr (!FIRST) release();
+        if constexpr (!MORE) accumulate_now(a, slot);
+    }
+    // What is decided between tiles is decided before products are under way.
+    __device__ bool next_is_full(Cursor<Mask>& walk) const {
+        walk.next();
+        return walk.more() && wanted(walk) && walk.full(own.begin, own.end);
+    }
+    // Runs of tiles that are visible as a whole are pipelined, with two tiles of scores in registers.
+    __device__ void work_ahead(Cursor<Mask>& walk) {
+        Scores t, s, next_t, next_s;
+        Gradients a;
+        int slot = 0;
+        while (walk.more() && walk.tile() < mine.end) {
+            if (Mask::kListed && !wanted(walk)) {
+                skip();
+                walk.next();
+                continue;
+            }
+            arrived();
+            multiply_scores_now(t, s);
+            if (!walk.full(own.begin, own.end)) {
+                gradients_of(t, s, at.slot);
+                hide_unseen(t, walk, at.slot);
+                pack(a, t);
+                accumulate_now(a, at.slot);
+                at.advance();
+                walk.next();
+                continue;
+            }
+            if (!next_is_full(walk)) {
+                step<true, false>(a, slot, t, s, next_t, next_s);
+                continue;
+            }
+            step<true, true>(a, slot, t, s, next_t, next_s);
+            for (;;) {
+                if (!next_is_full(walk)) {
+                    step<false, false>(a, slot, next_t, next_s, t, s);
+                    break;
+                }
+                step<false, true>(a, slot, next_t, next_s, t, s);
+                if (!next_is_full(walk)) {
+                    step<false, false>(a, slot, t, s, next_t, next_s);
+                    break;
+                }
+                step<false, true>(a, slot, t, s, next_t, next_s);
+            }
+        }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     streamkl_gradient(const __grid_constant__ HopperGradientArgs all) {
     extern __shared__ unsigned char memory[];
-    const GradientArgs& args = all.base;
-    const Extents& n = args.n;
-    Task task(n);
+    Task task(all.base.n);
     if (Mask::kRagged && task.rows.begin >= task.row_count) return;
-    if (Mask::kListed && !settle_shares(task.block, args)) return;
+    if (Mask::kListed && !settle_shares(task.block, all.base)) return;
     const Layout shared((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u);
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -304,258 +543,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         if (threadIdx.x < kThreads + 32) produce(all, task, shared);
         return;
     }
-
     registers_raise<SKL_CONSUMER_REGISTERS>();
-    const int lane = lane_id();
-    const float ct = args.teacher_scale, cs = args.student_scale;
-
-    const Mask mask = task.mask(n, task.first_head);
-    const Range own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)};
-    const Range mine = own.begin < own.end ? covering(Task::met_by(mask, own), kColumns) : Range{0, 0};
-    const int row = own.begin + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane);
-
-    RowTerms terms[Accumulators::kRows];
-    if constexpr (kRowsAreQueries) {
-#pragma unroll
-        for (int half = 0; half < Accumulators::kRows; ++half) {
-            terms[half] = read_terms<Logit>(args, mask, task.block.batch, task.block.head, row + Accumulators::below(half));
-            if constexpr (kNarrow)
-                terms[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(terms[half].value)));
-        }
-    }
-
-    float out[kOutTiles][4];
-#pragma unroll
-    for (int d = 0; d < kOutTiles; ++d)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[d][e] = 0.f;
-    int exponent = kLowestExponent;  // narrow types, streamed queries
-
-    const u64 rows_t = swizzled_descriptor(shared.rows + group * 64 * 128), rows_s = rows_t + (Teacher::bytes(kRows) >> 4);
-    const u64 ring_t = swizzled_descriptor(shared.ring), ring_s = ring_t + (Teacher::bytes(kColumns) >> 4);
-    const u64 ring_out = swizzled_descriptor(shared.ring + out_offset(kColumns), kColumns * 128);
-
-    using Scores = float[kTiles][4];
-    HeldRows<kHeld> held;
-    RingCursor<kRing> at, done;
-    u32 rows_parity = 0;
-    const auto arrived = [&] { mbarrier_wait(shared.full(at.slot), at.parity); };
-    const auto release = [&] {  // the next slot in order
-        __syncwarp();
-        warp_arrive(shared.empty(done.slot));
-        done.advance();
-    };
-    const auto skip = [&] {
-        arrived();  // or two arrivals could fall into one phase
-        at.advance();
-        release();
-    };
-    const auto multiply_scores = [&](Scores& t, Scores& s) {  // of the tile at hand
-        const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
-        multiply_rows<Teacher, kRows, Teacher::kChunks>(t, rows_t, ring_t + offset, 0, 0, held);
-        multiply_rows<Student, kRows, Student::kChunks>(s, rows_s, ring_s + offset, 0);
-    };
-    const auto hide_unseen = [&](Scores& dx, const Cursor<Mask>& walk, int slot) {
-        hide(dx, walk.mask, row, walk.row());
-        clear_non_finite<OutElement, kColumns, Out::kChunks>(shared.tile(slot) + out_offset(kColumns), 1 + group);
-    };
-    const auto pack = [&](Gradients& a, const Scores& dx) {
-#pragma unroll
-        for (int k = 0; k < kTiles / 2; ++k) accumulators_to_a<Out::kCode>(a[k], dx[2 * k], dx[2 * k + 1]);
-    };
-    // Brings the sums to the scale of the tile in a slot, while no product is under way that adds to them.
-    const auto rescale = [&](int slot) {
-        if constexpr (!kRowsAreQueries && kNarrow) {
-            const int top = *reinterpret_cast<const int*>(__cvta_shared_to_generic(shared.exponent(slot)));
-            if (top <= exponent) return;
-            const float shrink = power_of_two(max(exponent - top, -126));
-#pragma unroll
-            for (int d = 0; d < kOutTiles; ++d)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out[d][e] *= shrink;
-            exponent = top;
-        }
-    };
-    const auto accumulate = [&](const Gradients& a, int slot) { multiply_out(out, a, ring_out + static_cast<u64>(slot * (kTileBytes >> 4))); };
-    const auto accumulate_now = [&](const Gradients& a, int slot) {
-        rescale(slot);
-        wgmma_fence();
-        accumulate(a, slot);
-        wgmma_commit();
-        wgmma_wait<0>();
-        settle(out);
-        release();
-    };
-
-    for (int head = task.first_head; head < task.end_head; ++head) {
-        if (task.new_rows(n, head)) {
-            warp_wait(shared.rows_here(), rows_parity);
-            rows_parity ^= 1;
-            held.load<kRows>(shared.rows, 16 * (threadIdx.x / 32));
-        }
-        Cursor<Mask> walk = task.walk(task.mask(n, head));
-        const auto wanted = [&] {
-            return walk.tile() >= mine.begin && walk.tile() < mine.end && (!Mask::kListed || walk.touches(own.begin, own.end));
-        };
-        for (; walk.more() && walk.tile() < mine.begin; walk.next()) skip();
-
-        if constexpr (kAhead) {
-            // Takes the tile whose scores are in t and s. Meanwhile the product that `a`, dX of the tile in `slot`, has to make is
-            // under way, unless this is the first of a run, and with MORE the next tile's scores. dX ends in `a`.
-            Scores t, s, next_t, next_s;
-            Gradients a;
-            int slot = 0;
-            const auto step = [&](auto first, auto more, Scores& t, Scores& s, Scores& next_t, Scores& next_s) {
-                constexpr bool kFirst = decltype(first)::value, kMore = decltype(more)::value;
-                const int before = slot;
-                slot = at.slot;
-                at.advance();
-                if constexpr (kMore) arrived();
-                if constexpr (!kFirst) rescale(before);
-                if constexpr (kMore || !kFirst) {
-                    wgmma_fence();
-                    if constexpr (!kFirst) accumulate(a, before);
-                    if constexpr (kMore) multiply_scores(next_t, next_s);
-                    wgmma_commit();
-                }
-                logit_gradients(t, s, terms, shared.terms(slot), ct, cs);
-                if constexpr (kMore || !kFirst) wgmma_wait<0>();
-                settle(out);
-                if constexpr (kMore) {
-                    settle(next_t);
-                    settle(next_s);
-                }
-                pack(a, t);
-                if constexpr (!kFirst) release();
-                if constexpr (!kMore) accumulate_now(a, slot);
-            };
-            constexpr Value<true> yes;
-            constexpr Value<false> no;
-            // What is decided between tiles is decided before products are under way.
-            const auto next_is_full = [&] {
-                walk.next();
-                return walk.more() && wanted() && walk.full(own.begin, own.end);
-            };
-            while (walk.more() && walk.tile() < mine.end) {
-                if (Mask::kListed && !wanted()) {
-                    skip();
-                    walk.next();
-                    continue;
-                }
-                arrived();
-                wgmma_fence();
-                multiply_scores(t, s);
-                wgmma_commit();
-                wgmma_wait<0>();
-                settle(t);
-                settle(s);
-                if (!walk.full(own.begin, own.end)) {
-                    logit_gradients(t, s, terms, shared.terms(at.slot), ct, cs);
-                    hide_unseen(t, walk, at.slot);
-                    pack(a, t);
-                    accumulate_now(a, at.slot);
-                    at.advance();
-                    walk.next();
-                    continue;
-                }
-                if (!next_is_full()) {
-                    step(yes, no, t, s, next_t, next_s);
-                    continue;
-                }
-                step(yes, yes, t, s, next_t, next_s);
-                for (;;) {
-                    if (!next_is_full()) {
-                        step(no, no, next_t, next_s, t, s);
-                        break;
-                    }
-                    step(no, yes, next_t, next_s, t, s);
-                    if (!next_is_full()) {
-                        step(no, no, t, s, next_t, next_s);
-                        break;
-                    }
-                    step(no, yes, t, s, next_t, next_s);
-                }
-            }
-        } else {
-            bool pending = false;  // the last product is under way, and its tile not yet released
-            for (; walk.more() && walk.tile() < mine.end; walk.next()) {
-                if (Mask::kListed && !wanted()) {
-                    wgmma_wait<0>();
-                    settle(out);
-                    if (pending) release();
-                    pending = false;
-                    skip();
-                    continue;
-                }
-                arrived();
-                const int slot = at.slot;
-                Scores t, s;
-                wgmma_fence();
-                multiply_scores(t, s);
-                wgmma_commit();
-                wgmma_wait<0>();
-                settle(t);
-                settle(s);
-                settle(out);
-                if (pending) release();
-                pending = true;
-                rescale(slot);
-                at.advance();
-                // Twice, or the scores of full tiles would wait for a branch.
-                if (walk.full(own.begin, own.end)) {
-                    logit_gradients(t, s, terms, shared.terms(slot), ct, cs);
-                } else {
-                    logit_gradients(t, s, terms, shared.terms(slot), ct, cs);
-                    hide_unseen(t, walk, slot);
-                }
-                Gradients a;
-                pack(a, t);
-                wgmma_fence();
-                accumulate(a, slot);
-                wgmma_commit();
-            }
-            wgmma_wait<0>();
-            settle(out);
-            if (pending) release();
-        }
-        for (; walk.more(); walk.next()) skip();
-        if (head + 1 < task.end_head && task.new_rows(n, head + 1)) warp_arrive(shared.rows_free());
-    }
-
-    constexpr int bytes = OutElement::kBytes;
-    const Block& block = task.block;
-    const int first_out = kRowsAreQueries ? task.place.first_query : task.place.first_key;
-    const u64 head_base =
-        args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
-#pragma unroll
-    for (int half = 0; half < Accumulators::kRows; ++half) {
-        const int r = row + Accumulators::below(half);
-        float factor = gradient_factor<kSide>(args.out_scale);
-        if constexpr (kRowsAreQueries) {
-            const RowTerms x = read_terms<Logit>(args, mask, block.batch, block.head, r);  // again: registers are dear above
-            factor *= x.weight;
-            if constexpr (kNarrow) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
-        } else if constexpr (kNarrow) {
-            factor *= power_of_two(exponent - kTopExponent);
-        }
-#pragma unroll
-        for (int d = 0; d < kOutTiles; ++d) {
-            out[d][Accumulators::element(half, 0)] *= factor;
-            out[d][Accumulators::element(half, 1)] *= factor;
-        }
-    }
-    if constexpr (Mask::kListed)
-        if (block.shares > 1 && !add_shares(out, block, block.batch * (n.heads / (task.end_head - task.first_head)) + block.head, args)) return;
-#pragma unroll
-    for (int half = 0; half < Accumulators::kRows; ++half) {
-        const int r = row + Accumulators::below(half);
-        if (r >= task.row_count) continue;
-#pragma unroll
-        for (int d = 0; d < kOutTiles; ++d) {
-            const int column = 8 * d + Accumulators::first_column(lane);
-            if (column < Out::kDim)
-                OutElement::store_pair(head_base + (r * args.out.row + column) * bytes, out[d][Accumulators::element(half, 0)],
-                                       out[d][Accumulators::element(half, 1)]);
-        }
-    }
+    Consumer::OwnTerms terms;
+    Consumer::Sums out;
+    Consumer::Held held;
+    Consumer consumer(all.base, task, shared, group, terms, out, held);
+    consumer.run();
+    consumer.write();
 }

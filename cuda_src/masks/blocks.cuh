@@ -34,8 +34,8 @@ struct Blocks : Part {
 
     __device__ Range steps_of(int row, Range tiles) const {
         const int first = offsets[row / kRows], count = offsets[row / kRows + 1] - first;
-        const auto before = [&](int tile) {
-            return first + last_where(count, [&](int i) { return i == 0 || static_cast<int>(entries[first + i - 1].x) < tile; });
+        const auto before = [this, first, count](int tile) {
+            return first + last_where(count, [this, first, tile](int i) { return i == 0 || static_cast<int>(entries[first + i - 1].x) < tile; });
         };
         return {before(tiles.begin), before(tiles.end)};
     }

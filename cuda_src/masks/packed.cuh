@@ -24,8 +24,8 @@ struct Packed : Part {
         const int* const keys = words.pointer<int>();
         const int* const mine = QUERIES ? queries : keys;
         const int total = QUERIES ? n.queries : n.keys, wanted = portion.tile;
-        const auto start = [&](int s) { return max(0, min(mine[s], total)) / ROWS + s; };
-        const int s = last_where(n.sequences, [&](int i) { return start(i) <= wanted; });
+        const auto start = [mine, total](int s) { return max(0, min(mine[s], total)) / ROWS + s; };
+        const int s = last_where(n.sequences, [start, wanted](int i) { return start(i) <= wanted; });
         const Range q = span(queries, s, n.sequences, n.queries, QUERIES), k = span(keys, s, n.sequences, n.keys, !QUERIES);
         place = {q.end - q.begin, k.end - k.begin, q.begin, k.begin, 0, s};
         if (!offset_given) place.diagonal = place.keys - place.queries;

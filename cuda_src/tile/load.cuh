@@ -47,11 +47,6 @@ __device__ constexpr Grid grid_of() {
     return {chunks, across, kThreads / across};
 }
 
-// What load_rows asks of every row where the interval says all.
-struct Everything {
-    __device__ bool operator()(int) const { return true; }
-};
-
 // ROWS rows from first on; rows outside `valid`, and those that are not `wanted`, become zeros and are not read. With VECTOR the input's columns are
 // adjacent and its rows start on 16-byte boundaries: asynchronous 16-byte copies, part of the thread's current group.
 // Otherwise plain element loads, complete when the function returns. A barrier must follow before the tile is read.

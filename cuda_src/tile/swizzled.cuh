@@ -60,16 +60,3 @@ __device__ inline void multiply_rows(float (&scores)[TILES][4], u64 stationary, 
             wgmma<Side::kHalf, 0, 0>(scores, stationary + ((step / 4 * ROWS * 128 + step % 4 * 32) >> 4), columns, step > 4 * start);
     }
 }
-
-// Position in a ring of buffers: which one, and the parity of its current round.
-template <int COUNT>
-struct RingCursor {
-    int slot = 0;
-    u32 parity = 0;
-    __device__ void advance() {
-        if (++slot == COUNT) {
-            slot = 0;
-            parity ^= 1;
-        }
-    }
-};

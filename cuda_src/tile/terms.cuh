@@ -1,17 +1,31 @@
 // What a query row contributes to the gradients of its logits, as gradient kernels keep it. The kernel has included its
-// mask, its divergence and its score before and names its logit gradient.
+// mask, its divergence and its score before.
 #pragma once
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "tile/fragment.cuh"
 #include "tile/logits.cuh"
 
-constexpr int kTopExponent = 14;  // scaled gradients of a narrow type stay below 2^15, half of its largest number
+constexpr int kSide = SKL_GRAD_SIDE;  // the side that is differentiated
+using Logit = LogitGradient<kSide>;
+
+// What one side is made of.
+template <int SIDE, class Teacher, class Student>
+struct OfSide {
+    using Type = Teacher;
+};
+template <class Teacher, class Student>
+struct OfSide<kStudent, Teacher, Student> {
+    using Type = Student;
+};
+
+// Gradients of a type of narrow exponent are scaled by powers of two, their weights by 2^(kTopExponent - exponent).
+constexpr int kTopExponent = 14;  // they stay below 2^15, half of the type's largest number
+constexpr int kLowestExponent = kTopExponent - 126;
 
 // One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything. Where
 // intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so that the
 // reads of several rows are under way together: such a row reads another's memory.
-template <class Logit>
 __device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
     const bool inside = (q < mask.place.queries) & !mask.keys_of(q, q + 1).empty();
     const int first = mask.place.first_query, row = inside ? q : 0;
@@ -26,7 +40,7 @@ __device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask
 // Terms of COLUMNS streamed queries, as floats: all log-sum-exps of the teacher, all of the student, the weights and, where the
 // logit gradient needs them, the values. A lane's accumulators belong to pairs of queries, and the eight lanes that share a pair
 // get its two floats in one wavefront; of four floats side by side they would take four.
-template <class Logit, int COLUMNS>
+template <int COLUMNS>
 struct TermLayout {
     static constexpr int kPerQuery = Logit::kNeedsValue ? 4 : 3;
     static constexpr int kFloats = kPerQuery * COLUMNS;
@@ -39,7 +53,7 @@ struct TermLayout {
     }
     // Of a pair of neighbouring columns, from shared memory.
     __device__ static void read(RowTerms (&x)[2], u32 tile, int pair) {
-        const auto two = [&](int vector) { return shared_float2(tile + 4 * COLUMNS * vector + 8 * pair); };
+        const auto two = [tile, pair](int vector) { return shared_float2(tile + 4 * COLUMNS * vector + 8 * pair); };
         const float2 lse_t = two(0), lse_s = two(1), weight = two(2);
         const float2 value = Logit::kNeedsValue ? two(3) : float2{0.f, 0.f};
         x[0] = {lse_t.x, lse_s.x, weight.x, value.x};

@@ -26,7 +26,7 @@ MAX_OUT = 128
 # Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer.
 THREADS = 256 + 128 + 128
 HELPER_THREADS = 128
-VISITS, VISIT_BYTES = 2, 100  # what the producer and the others have in common; tile/visits.cuh asserts both
+VISITS, VISIT_BYTES = 2, 100  # what the producer and the others have in common; pipeline/work_tiles.cuh asserts both
 # Of 16 columns of a consumer's own keys, in registers. 8 heads x 8192, TFLOP/s on an H100 with 0, 1 and 2 of them:
 # D = 64 416, 421, 423, causal 393, 397, 406; D = 128 565, 563, 570, causal 507, 521, 534.
 HELD_STEPS = 2

@@ -8,7 +8,7 @@
 #pragma once
 #include "common/args.cuh"
 #include "ptx/mbarrier.cuh"
-#include "tile/arrive.cuh"
+#include "pipeline/barriers.cuh"
 #include "tile/schedule.cuh"
 
 // One query head of a portion.

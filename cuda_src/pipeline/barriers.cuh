@@ -4,6 +4,13 @@
 #include "ptx/mbarrier.cuh"
 #include "tile/fragment.cuh"
 
+// Of barriers that threads name by a number.
+enum NamedBarrier {
+    kSyncThreads,    // all threads
+    kWarpgroup,      // one per warpgroup, by its number
+    kTurn = 4        // one per consumer of those that take turns, of which there are two, with one more warpgroup
+};
+
 constexpr int kArrivals = SKL_ARRIVING_LANES;  // of a warp
 static_assert(kArrivals == 1 || kArrivals == 32, "plan: one lane arrives, or all");
 

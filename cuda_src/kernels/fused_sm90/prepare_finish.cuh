@@ -1,0 +1,87 @@
+// Before and after the pass of fused_sm90.cu: clearing sums and writing what rows contribute; making sums the gradient of the
+// queries.
+#pragma once
+#include "kernels/fused_sm90/layout.cuh"
+
+__device__ inline u32 pack(float lo, float hi) {
+    u32 planes[1];
+    E::split(lo, hi, planes);
+    return planes[0];
+}
+
+// Which (batch, head, tile) of the workspace a block of the small kernels has; the tile is counted in its place.
+struct Entry {
+    i64 index;
+    int batch, head, tile;
+    Place place;
+    __device__ Entry(const Workspace& space, const Extents& n) {
+        index = blockIdx.x;
+        const int pair = blockIdx.x / space.tiles;
+        batch = pair / space.heads;
+        head = pair % space.heads;
+        Portion whole{static_cast<int>(blockIdx.x % space.tiles), 0, 1, 0, {0, kNoLimit}};
+        place = Mask::locate<kColumns, true>(n, head, whole);
+        tile = whole.tile;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
+    const GradientArgs& args = all.fused.base;
+    const Workspace space(all.fused);
+    const Entry at(space, args.n);
+
+    float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * Workspace::kSums);
+#pragma unroll
+    for (int i = 0; i < kColumns * Own::kDim / 4 / kHelperThreads; ++i)
+        sums[threadIdx.x + kHelperThreads * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (threadIdx.x >= 32) return;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *space.taken = 0;
+
+    const Mask mask(args.n, at.place, at.batch, at.head);
+    int top = kLowestExponent;
+#pragma unroll
+    for (int j = threadIdx.x; j < kColumns; j += 32) {
+        RowTerms x = read_terms(args, mask, at.batch, at.head, at.tile * kColumns + j);
+        const int e = exponent_of(x.weight * Logit::bound(x.value));
+        if (e < 127) top = max(top, e);
+        if constexpr (kNarrow) x.weight *= plain_unscale(x);
+        Terms::write(space.terms + at.index * Terms::kFloats, j, x);
+    }
+    if constexpr (kNarrow) {
+        top = __reduce_max_sync(~0u, top);
+        if (threadIdx.x == 0) space.exponents[at.index] = top;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
+    const GradientArgs& args = all.fused.base;
+    const Tensor4& out = all.fused.out_q;
+    const Workspace space(all.fused);
+    const Entry at(space, args.n);
+    const float* const sums = space.sums + at.index * Workspace::kSums;
+    const Mask mask(args.n, at.place, at.batch, at.head);
+    // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are the
+    // upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
+    constexpr int kParts = Own::kDim / 8;
+#pragma unroll
+    for (int i = threadIdx.x; i < 32 * kParts; i += kHelperThreads) {
+        const int part = i % kParts, quad = i / kParts, upper = quad / 8 * 16 + quad % 8, chunk = part / 8;
+        const float4* const from = reinterpret_cast<const float4*>(sums + sum_index(chunk, part % 8, quad * 4));
+        const float4 x[4] = {from[0], from[1], from[2], from[3]};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int q = at.tile * kColumns + upper + 8 * half;
+            if (q >= at.place.queries) continue;
+            float factor = gradient_factor<kSide>(args.out_scale);
+            if constexpr (kNarrow) {
+                const RowTerms row = read_terms(args, mask, at.batch, at.head, q);
+                factor *= row.weight * plain_unscale(row);
+            }
+            u32 packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
+            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head + (at.place.first_query + q) * out.row + 8 * part) * E::kBytes;
+            *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
+    }
+}

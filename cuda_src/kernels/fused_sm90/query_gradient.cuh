@@ -1,0 +1,95 @@
+// The warpgroup of fused_sm90.cu that multiplies dX with the own keys, and has the copy engine add what comes out to the sums.
+#pragma once
+#include "kernels/fused_sm90/layout.cuh"
+#include "ptx/bulk.cuh"
+#include "tile/clear.cuh"
+
+struct QueryGradient {
+    const Extents& n;
+    const Layout& shared;
+    VisitRing& visits;
+    const Workspace space;
+    const int group, thread, lane;
+    const u64 gradients, keys;
+    RingCursor<kHandovers> at;
+    RingCursor<kStagings> stage;
+
+    __device__ QueryGradient(const HopperFusedArgs& all, const Layout& shared, VisitRing& visits, Thread who)
+        : n(all.fused.base.n), shared(shared), visits(visits), space(all.fused), group(who.group), thread(threadIdx.x & 127),
+          lane(who.lane), gradients(swizzled_descriptor(shared.base + kHandoverAt)),
+          keys(swizzled_descriptor(shared.base + kOwnKeysAt, kRows * 128)) {}
+
+    __device__ void run() {
+        for (;;) {
+            const Visit& visit = visits.read();
+            if (visit.head < 0) break;
+            if (visit.first) {
+                mbarrier_wait(shared.barrier(kOwnKeys), visit.own_parity);
+                clear_non_finite<E, kRows, Own::kChunks>(shared.base + kOwnKeysAt, kWarpgroup + group);
+            }
+            work(visit);
+            visits.over();
+        }
+        if (lane == 0) bulk_wait();
+    }
+
+private:
+    // kColumns queries x so many columns of dQ.
+    using Part = float[kWide < Own::kChunks ? 8 * kWide : kOutTiles][4];
+
+    __device__ void work(const Visit& visit) {
+        float* const head_sums = space.sums + space.entry(visit.block.batch, visit.head, visit.place, 0) * Workspace::kSums;
+        bool done = false;  // with the portion's keys, before the last sums are on their way
+        for (Walk walk = walk_of(visit, n); walk.more(); walk.next()) {
+            float* const sums = head_sums + static_cast<i64>(walk.tile()) * Workspace::kSums;
+#pragma unroll
+            for (int first = 0; first < Own::kChunks; first += kWide) {
+                Part part;
+                const bool all = first + kWide >= Own::kChunks;
+                multiply(part, first, all);
+                if (all && visit.last && walk.at_last()) {
+                    warp_arrive(shared.barrier(kOwnKeysFree));
+                    done = true;
+                }
+#pragma unroll
+                for (int c = first; c < first + kWide; ++c) add(sums, part, first, c);
+            }
+        }
+        if (visit.last && !done) warp_arrive(shared.barrier(kOwnKeysFree));
+    }
+
+    // The chunks of dQ from `first` on. With `all`, dX is read for the last time.
+    __device__ void multiply(Part& part, int first, bool all) {
+#pragma unroll
+        for (int sub = 0; sub < kSubs; ++sub) {
+            mbarrier_wait(shared.barrier(kHanded, at.slot), at.parity);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kSubRows / 16; ++k)
+                wgmma<Own::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kHandoverBytes + k * 2048) >> 4),
+                                        keys + ((first * kRows * 128 + (sub * kSubRows + 16 * k) * 128) >> 4), sub + k > 0);
+            wgmma_commit();
+            wgmma_wait<0>();
+            settle(part);
+            if (!all) continue;
+            warp_arrive(shared.barrier(kTaken, at.slot));
+            at.advance();
+        }
+    }
+
+    // Chunk c, through the warp's own part of a buffer: no other warp is waited for.
+    __device__ void add(float* sums, const Part& part, int first, int c) {
+        const u32 mine = shared.base + kStagingAt + stage.slot * kStagingBytes + thread / 32 * (kStagingBytes / 4);
+        if (lane == 0) bulk_wait_read<kStagings - 1>();
+        __syncwarp();
+#pragma unroll
+        for (int d = 0; d < sum_tiles(c); ++d) store_float4(mine + (d * 32 + lane) * 16, part[8 * (c - first) + d]);
+        async_fence();
+        __syncwarp();
+        if (lane == 0) {
+            bulk_add(sums + sum_index(c, 0, thread), mine, sum_tiles(c) * 512);
+            bulk_commit();
+        }
+        stage.advance();
+    }
+};
