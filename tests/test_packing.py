@@ -92,13 +92,15 @@ def read(folder: Path, text: str, name: str, address: int) -> dict[str, Any]:
 
 
 class Book(list[tuple[str, dict[str, Any]]]):
-    """A driver that notes launches: symbol and arguments. Of sets to zero, where and how many bytes."""
+    """A driver that notes launches: symbol and arguments, and in `shapes` blocks, threads and bytes of shared memory.
+    Of sets to zero, where and how many bytes."""
 
     class CUDARuntimeError(Exception):
         pass
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, arch: str) -> None:
-        self.folder, self.loaded = folder, [("", "")]
+        self.folder, self.loaded = folder, [("", "", 0)]
+        self.shapes: list[tuple[int, int, int]] = []
         self.cleared: list[tuple[int, int]] = []
         cuda = SimpleNamespace(driver=self, runtime=self)
         monkeypatch.setattr(launch, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
@@ -110,7 +112,7 @@ class Book(list[tuple[str, dict[str, Any]]]):
         monkeypatch.setattr(launch, "_tile_lists", lambda problem, plan: lists if problem.mask.pattern else None)
 
     def load(self, text: str, symbol: str, arch: str, **how: Any) -> Loaded:
-        self.loaded.append((text, symbol))
+        self.loaded.append((text, symbol, how["smem_bytes"] if how else 0))
         return Loaded(len(self.loaded) - 1, None)
 
     def ctxGetCurrent(self) -> int:
@@ -127,7 +129,11 @@ class Book(list[tuple[str, dict[str, Any]]]):
         stream, parameters, extra = args[-3:]
         assert (stream, extra) == (7, 0)
         (address,) = struct.unpack("=Q", ctypes.string_at(parameters, 8))
-        text, symbol = self.loaded[handle]
+        text, symbol, granted = self.loaded[handle]
+        blocks, *ones, threads, _, _, smem_bytes = args[:7]
+        assert (*ones, *args[4:6]) == (1, 1, 1, 1)
+        assert smem_bytes == granted
+        self.shapes.append((blocks, threads, smem_bytes))
         (name,) = re.findall(rf"{symbol}\(const __grid_constant__ (\w+)", text)
         self.append((symbol, read(self.folder, text, name, address)))
 
@@ -197,6 +203,11 @@ class Call:
         return found
 
 
+def shapes(*kernels: Any) -> list[tuple[int, int, int]]:
+    """As the plan has them, which is held against the GPU."""
+    return [(kernel.blocks, kernel.threads, kernel.smem_bytes) for kernel in kernels]
+
+
 def strides(name: str, steps: tuple[int, ...]) -> dict[str, int]:
     return {f"{name}.{axis}": step for axis, step in zip(("batch", "head", "row", "column"), steps)}
 
@@ -244,6 +255,7 @@ def test_a_forward_is_packed_by_name(book: Book, rng: np.random.Generator) -> No
     assert [name for name, _ in book] == ["streamkl_key_bits", "streamkl_forward", "streamkl_combine"]
     check(forward[1], want, book)
     check(combine[1], want, book)
+    assert book.shapes == shapes(plan.key_bits, plan.forward, plan.combine)
     assert bits[1] == {
         "keys": call.masks.key_mask.ptr, "words": call.workspace, "batch": 140_003, "column": 2,
         "entries": 2, "count": 70_000,
@@ -257,6 +269,7 @@ def test_a_gradient_is_packed_by_name(book: Book, rng: np.random.Generator, name
     kernel = call.runner.plan.gradient(name)
     call.backward(name)
     (bits, (symbol, got)) = book
+    assert book.shapes == shapes(call.runner.plan.key_bits, kernel)
     assert (bits[0], symbol) == ("streamkl_key_bits", "streamkl_gradient")
     side = getattr(call.problem, name[:7])
     want = call.expected(kernel, (11, 13, -17, call.masks.key_lengths.ptr, call.workspace)) | gradient(call, side)
@@ -290,6 +303,7 @@ def test_both_gradients_of_a_side_are_packed_by_name(
     for field, which in (("out", "k"), ("out_q", "q")):
         name = f"{side}_{which}"
         want |= under(field, compact(name, call, getattr(call.outputs, name).ptr))
+    assert book.shapes == shapes(plan.key_bits, *fused.kernels)
     for _, got in book[1:]:
         check(got, {**want, "share_slots": 0, "share_arrivals": 0, "share_sums": 0}, book)
 
