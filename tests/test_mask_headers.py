@@ -316,3 +316,76 @@ def touched(dense: Any, rows: int, columns: int) -> int:
     padded = np.pad(dense, [(0, 0), (0, 0), (0, -dense.shape[2] % rows), (0, -dense.shape[3] % columns)])
     b, h, m, n = padded.shape
     return int(padded.reshape(b, h, m // rows, rows, n // columns, columns).any(axis=(3, 5)).sum())
+
+
+# A warp whose lanes are threads, which meet where lanes vote.
+WARP = """
+#include <pthread.h>
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+#define __device__
+#define __popc __builtin_popcount
+using std::max;
+using std::min;
+static thread_local struct { unsigned x; } threadIdx;
+static pthread_barrier_t barrier;
+static std::atomic<unsigned> votes;
+static unsigned __ballot_sync(unsigned lanes, bool vote) {
+    pthread_barrier_wait(&barrier);
+    if (threadIdx.x == 0) votes = 0;
+    pthread_barrier_wait(&barrier);
+    if (vote) votes |= 1u << threadIdx.x;
+    pthread_barrier_wait(&barrier);
+    return votes;
+}
+"""
+SEARCHED = """
+extern "C" void search_all(int count, const int* lasts, const unsigned char* const* says, int* found) {
+    pthread_barrier_init(&barrier, nullptr, 32);
+    std::vector<std::thread> lanes;
+    for (unsigned lane = 0; lane < 32; ++lane)
+        lanes.emplace_back([=] {
+            threadIdx.x = lane;
+            for (int i = 0; i < count; ++i) {
+                bool outside = false;
+                const int at = last_where(lasts[i], [&](int probe) {
+                    outside |= probe < 0 || probe > lasts[i];
+                    return probe >= 0 && probe <= lasts[i] && says[i][probe];
+                });
+                found[32 * i + lane] = outside ? -1 : at;
+            }
+        });
+    for (auto& lane : lanes) lane.join();
+}
+"""
+
+
+def test_a_warp_finds_the_last_that_holds(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The search itself: the walks above have one whose lanes come one after the other."""
+    assert COMPILER
+    root = tmp_path / "cuda_src"
+    shutil.copytree(cuda_root(), root)
+    (root / "kernels/search.cu").write_text('#include "common/search.cuh"\n')
+    text = WARP + flatten("kernels/search.cu", {}, {}, root) + SEARCHED
+    (tmp_path / "search.cpp").write_text(text)
+    command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-pthread", tmp_path / "search.cpp", "-o"]
+    subprocess.run([*command, tmp_path / "search.so"], check=True)
+    lasts = [0, 1, 31, 32, 33, 1023, 1024, *(int(x) for x in rng.integers(0, 5000, 20))]
+    expected, says = [], []
+    for last in lasts:
+        holds = int(rng.choice([0, last, rng.integers(last + 1)]))
+        says.append(np.arange(last + 1) <= holds)
+        expected.append(holds)
+    lasts += [500] * 5  # of what is in no order the answer is inside at least
+    says += [rng.random(501) < 0.5 for _ in range(5)]
+    found = np.empty((len(lasts), 32), np.int32)
+    rows = [np.ascontiguousarray(x, np.uint8) for x in says]
+    pointers = (ctypes.c_void_p * len(rows))(*(x.ctypes.data for x in rows))
+    ctypes.CDLL(str(tmp_path / "search.so")).search_all(
+        len(lasts), (ctypes.c_int * len(lasts))(*lasts), pointers, found.ctypes.data_as(ctypes.c_void_p)
+    )
+    assert (found == found[:, :1]).all(), "lanes have answers of their own"
+    assert found[: len(expected), 0].tolist() == expected
+    assert ((found[len(expected) :] >= 0) & (found[len(expected) :] <= 500)).all()
