@@ -5,6 +5,7 @@ By default the hardest kernel of every tile, role and element type; with --slow 
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 
@@ -71,9 +72,9 @@ def test_every_problem_of_the_catalogue_has_a_plan(arch: str, divergence: str) -
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
 def test_what_joins_the_shares_of_split_keys(arch: str) -> None:
     """It comes with few rows and many keys, which no problem of the catalogue has."""
-    for dtype in ("bfloat16", "float32"):
+    for dtype, divergence in itertools.product(("bfloat16", "float32"), DIVERGENCES):
         types = catalogue.ElementTypes(dtype, dtype)
-        few = replace(catalogue.problem((64, 64), types, extents=(1, 100_000)), queries=5)
+        few = replace(catalogue.problem((64, 64), types, extents=(1, 100_000)), queries=5, divergence=divergence)
         plan = make_plan(few, facts_for_arch(arch))
         assert plan.combine is not None
         build = compiler.build(plan.combine.text, plan.combine.arch)
