@@ -26,7 +26,8 @@ from . import cache, patterns
 from . import compile as compiler
 from .errors import CompilerError
 from .gpus import facts_for_arch
-from .kernels.base import PLANES, KernelPlan
+from .kernels import combine
+from .kernels.base import FORWARD, PLANES, KernelPlan, Work
 from .kernels.portions import Schedule
 from .planning import make_plan
 from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
@@ -183,8 +184,10 @@ def entries(
                 except NotImplementedError as reason:
                     refused.append(f"{label}: {reason}")
                     continue
+                # Whether keys are split hangs on the numbers of a call.
+                joined = combine.plan(Work(plan.problem, FORWARD), plan.forward, facts)
                 passes = [fused.main for fused in plan.fused] + ([plan.key_bits] if plan.key_bits else [])
-                for kernel in (plan.forward, *(gradient for _, gradient in plan.gradients), *passes):
+                for kernel in (plan.forward, joined, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.
                     compiled = replace(kernel, blocks=0, schedule=Schedule())
                     found.setdefault(compiled, Entry(f"{kernel.name} {label}", kernel))

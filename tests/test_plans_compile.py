@@ -61,12 +61,12 @@ def test_every_kernel_of_the_catalogue(arch: str, divergence: str) -> None:
 def test_every_problem_of_the_catalogue_has_a_plan(arch: str, divergence: str) -> None:
     listed, refused = catalogue.entries(arch, masks=catalogue.MASK_CASES, divergences=(divergence,))
     assert refused == []
-    constants = [dict(e.kernel.constants) for e in listed if e.kernel.name != "key_bits"]
+    constants = [dict(e.kernel.constants) for e in listed if e.kernel.tile]
     assert {(c["SKL_T_DIM"], c["SKL_S_DIM"]) for c in constants} == set(catalogue.DIMS)
     assert len({c["SKL_MASK_PARTS"] for c in constants}) == len(catalogue.MASK_CASES)
     passes = {"teacher", "student"} if arch == "sm_90" else set()
     gradients = {"teacher_q", "teacher_k", "student_q", "student_k"}
-    assert {e.kernel.name for e in listed} == {"forward", "key_bits"} | gradients | passes
+    assert {e.kernel.name for e in listed} == {"forward", "combine", "key_bits"} | gradients | passes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
