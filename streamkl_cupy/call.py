@@ -15,6 +15,7 @@ from .errors import DriverError
 from .locks import ForkLock, generation
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
 from .problem import INPUT_NAMES, STUDENT, Device, Problem
+from .runner import Runner
 
 
 class Op(NamedTuple):
@@ -61,7 +62,7 @@ class Call(NamedTuple):
 class Checked(NamedTuple):
     """All that a call is but its arrays: what runs it, and what its results look like."""
 
-    runner: Any
+    runner: Runner
     problem: Problem
     row_shape: tuple[int, ...]
     stat_dtype: str
@@ -116,7 +117,7 @@ LIMIT = 1024
 # From what a call looks like to its checked form, and from the problem to its runner: calls that differ only in what
 # does not matter share one. Reads take no lock, because a single dictionary operation is safe in every thread.
 _checked: dict[Any, Checked] = {}
-_runners: dict[Problem, Any] = {}
+_runners: dict[Problem, Runner] = {}
 _building = ForkLock()
 _cuda_generation: int | None = None
 """`locks.generation` of the process that used CUDA first."""
@@ -155,7 +156,7 @@ def as_framework_says(like: ArrayView) -> bool:
     return adapter is not None and adapter.deterministic()
 
 
-def runner_for(problem: Problem) -> Any:
+def runner_for(problem: Problem) -> Runner:
     """The one Runner of a problem."""
     runner = _runners.get(problem)
     if runner is None:
