@@ -157,6 +157,37 @@ def scattered() -> patterns.BlockPattern:
     return patterns.from_dense(blocks, queries=128, keys=128, block=16)
 
 
+def test_kernels_walk_lists_of_their_own_tiles(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose rows a list is of, and how many a tile has, is what the kernel was compiled for."""
+    asked: list[tuple[int, ...]] = []
+    real = pattern_memory.lists_for
+
+    def lists_for(pattern: Any, *how: Any) -> Any:
+        asked.append(how)
+        return real(pattern, *how)
+
+    monkeypatch.setattr(pattern_memory, "lists_for", lists_for)
+    pattern = scattered()
+    for wrt in (INPUT_NAMES[:1], INPUT_NAMES[3:], INPUT_NAMES):
+        problem = Problem(1, block_mask=pattern)
+        plan = problem.runner.plan
+        if wrt == INPUT_NAMES:
+            problem.forward()
+            problem.backward()
+            own = [fused.main for fused in plan.fused] or [kernel for _, kernel in plan.gradients]
+            expected = [plan.forward, *own]
+        else:
+            problem.runner.warmup(wrt)
+            expected = [plan.forward, *(plan.gradient(name) for name in wrt)]
+        wanted = [
+            (1, kernel.tile.rows, kernel.tile.columns, not dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"],
+             kernel.schedule.group, kernel.schedule.longest)
+            for kernel in expected
+        ]  # fmt: skip
+        assert asked == wanted
+        asked.clear()
+
+
 def test_lists_of_a_pattern_outlive_it_until_the_gpu_has_passed(driver: Driver) -> None:
     pattern = scattered()
     problem = Problem(0, block_mask=pattern)

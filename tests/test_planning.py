@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from streamkl_cupy import patterns
+from streamkl_cupy import gpus, patterns
+from streamkl_cupy.errors import DriverError
 from streamkl_cupy.kernels import KERNELS
 from streamkl_cupy.kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Work
 from streamkl_cupy.kernels.portions import survey
@@ -300,3 +302,64 @@ def test_nothing_runs_where_there_is_nothing_to_write() -> None:
         assert plan(**nothing).forward_steps(workspace=True) == ()
     assert plan(heads=0).backward_steps(INPUT_NAMES) == ()
     assert [dict(step.outputs)["out"] for step in plan(M=0).backward_steps(INPUT_NAMES)] == ["teacher_k", "student_k"]
+
+
+@pytest.mark.parametrize("types", list(itertools.product(("bfloat16", "float16", "float32"), repeat=2)), ids="/".join)
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_kernels_are_told_what_their_numbers_are(types: tuple[str, str], precision: str) -> None:
+    p = plan("sm_80", dtypes=types, precision=precision, M=64, heads=1, N=200_000)
+    assert p.combine is not None
+    single = "float32" in types
+    assert dict(p.combine.constants)["SKL_HAS_OFFSETS"] == int(single)
+    codes = {"bfloat16": 0, "float16": 1, "float32": 2}
+    for kernel in kernels(p):
+        if kernel is not p.combine:
+            told = dict(kernel.constants)
+            assert (told["SKL_T_ELEMENT"], told["SKL_S_ELEMENT"]) == (codes[types[0]], codes[types[1]])
+            assert (told["SKL_T_DIM"], told["SKL_S_DIM"]) == (64, 64)
+            # float32 in three parts or in two; one text for both where there is none.
+            assert told["SKL_PLANES"] == (2 if single and precision == "high" else 3)
+    for name, kernel in p.gradients:
+        assert dict(kernel.constants)["SKL_GRAD_SIDE"] == int(name.startswith("student"))
+        assert dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"] == int(name.endswith("_q"))
+
+
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64), (72, 128), (192, 128), (128, 96)])
+def test_sides_that_change_places_have_the_same_passes(dims: tuple[int, int]) -> None:
+    """But for a row vector that the teacher's gradient reads besides."""
+    one, other = (plan(dims=pair) for pair in (dims, dims[::-1]))
+    mirrored = {"teacher": "student", "student": "teacher"}
+    passes = {fused.side: fused for fused in other.fused}
+    assert {mirrored[fused.side] for fused in one.fused} == set(passes)
+    for fused in one.fused:
+        same = passes[mirrored[fused.side]]
+        assert fused.main.tile == same.main.tile
+        assert abs(fused.main.smem_bytes - same.main.smem_bytes) <= 4096
+        assert fused.main.blocks == same.main.blocks
+    for name, kernel in one.gradients:
+        side, _, which = name.partition("_")
+        same = other.gradient(f"{mirrored[side]}_{which}")
+        assert (kernel.tile, kernel.blocks) == (same.tile, same.blocks)
+
+
+def test_facts_of_an_installed_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime:
+        CUDARuntimeError = RuntimeError
+        cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+
+        def getDeviceProperties(self, index: int) -> dict[str, Any]:
+            if index == 5:
+                raise RuntimeError("invalid device ordinal")
+            return {"major": 8, "minor": 6, "multiProcessorCount": 82, "name": b"a GPU", "sharedMemPerBlock": 49152}
+
+        def deviceGetAttribute(self, attribute: int, index: int) -> int:
+            assert (attribute, index) == (97, 3)
+            return 101_376
+
+    fake = SimpleNamespace(cuda=SimpleNamespace(runtime=Runtime()))
+    monkeypatch.setattr("streamkl_cupy.compile.import_cupy", lambda: fake)
+    facts = gpus.device_facts.__wrapped__(3)
+    assert facts == gpus.DeviceFacts((8, 6), 101_376, 82, "a GPU")
+    assert facts.flag == "sm_86"
+    with pytest.raises(DriverError, match="GPU 5 cannot be used: invalid device ordinal"):
+        gpus.device_facts.__wrapped__(5)
