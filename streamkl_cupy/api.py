@@ -70,7 +70,8 @@ _TEXT = {
         block_mask: A `streamkl_cupy.patterns.BlockPattern`: which blocks of keys each block of rows sees, per head.
             All of these but packing combine: a row sees a key that every one of them shows it, and both distributions,
             the teacher's too, are normalised over these keys alone.
-        divergence: Which one, by name: <DIVERGENCES>.
+        divergence: Which one, by name, of rows P of the teacher and Q of the student:
+            <DIVERGENCES>.
         layout: "bhnd" as above, or "bnhd" for (B, M, H, D) arrays, whose row results are (B, M, H).
         precision: Of products of float32 inputs on CUDA: "highest" is float32 accuracy, "high" is faster with about 16
             bits of mantissa. Other dtypes are exact already.
@@ -90,7 +91,7 @@ _TEXT = {
             (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a
             fourth field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the
             row sees, 0 where it sees none. A mass above 1 raises on the CPU; on a GPU values are not looked at.""",
-    "DIVERGENCES": ", ".join(f'"{name}"' for name in DIVERGENCES),
+    "DIVERGENCES": ";\n            ".join(f'"{name}" is {entry.formula}' for name, entry in DIVERGENCES.items()),
     "NEEDS_VALUE": ", ".join(
         f'gradients of "{name}" to the {" and the ".join(entry.needs_value)}'
         for name, entry in DIVERGENCES.items()

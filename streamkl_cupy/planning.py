@@ -151,7 +151,8 @@ class Plan:
         p = self.problem
         lines = [
             f"attention KL on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}"
-            + (f", {counted(p.sequences, 'sequence')}" if p.sequences else ""),
+            + (f", {counted(p.sequences, 'sequence')}" if p.sequences else "")
+            + (f", {p.divergence}" if p.divergence != Problem.divergence else ""),
             *(
                 f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
                 for name, side in (("teacher", p.teacher), ("student", p.student))

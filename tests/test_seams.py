@@ -97,6 +97,12 @@ def test_divergence_is_a_pair_of_files(name: str) -> None:
     assert (ROOT / entry.header).is_file()
 
 
+@pytest.mark.parametrize("name", sorted(DIVERGENCES))
+def test_the_readme_has_the_divergence(name: str) -> None:
+    readme = " ".join((PACKAGE.parent / "README.md").read_text(encoding="utf-8").split())
+    assert f'`"{name}"`: `{DIVERGENCES[name].formula}`' in readme
+
+
 def test_every_header_of_a_registry_folder_is_registered() -> None:
     registered = {entry.header for registry in (MASKS, DIVERGENCES) for entry in registry.values()}
     shared = {"masks/interface.cuh", "masks/all.cuh", "divergences/interface.cuh", "divergences/relative_entropy.cuh"}
