@@ -1,0 +1,56 @@
+"""KL(Q || P), the divergence of the teacher from the student: `kl` with the sides swapped."""
+
+from __future__ import annotations
+
+from . import kl
+from .interface import Array, Divergence, Scratch, Terms
+
+
+class Rows(kl.Rows):
+    """Row state of one block; the student's distribution is the one that weighs."""
+
+    def absorb(self, teacher: Array, student: Array, visible: Array | None, scratch: Scratch) -> None:
+        """Add a tile of keys: base-2 logits, which are overwritten."""
+        super().absorb(student, teacher, visible, scratch)
+
+    def finish(self, teacher_offset: Array | float, student_offset: Array | float) -> tuple[Array, Array, Array]:
+        """Value in nats and both natural log-sum-exps, of logits that lack so much in base 2."""
+        value, student_lse, teacher_lse = super().finish(student_offset, teacher_offset)
+        return value, teacher_lse, student_lse
+
+
+def _swapped(rows: Terms) -> Terms:
+    return Terms(rows.q, rows.p, rows.log_q, rows.log_p)
+
+
+def tile_gradients(
+    x: Array, y: Array, value: Array | float, wanted: tuple[bool, bool], visible: Array | None, scratch: Scratch
+) -> tuple[Array | None, Array | None]:
+    """From log2 P, log2 Q and the row's value: P - Q and Q (y - x - value), of the wanted ones."""
+    return kl.tile_gradients(y, x, value, wanted[::-1], visible, scratch)[::-1]
+
+
+def row_gradients(rows: Terms, value: Array) -> tuple[Array, Array]:
+    """By the logits of P and of Q."""
+    return kl.row_gradients(_swapped(rows), value)[::-1]
+
+
+def row_magnitudes(rows: Terms, value: Array) -> tuple[Array, Array]:
+    """Of the terms of `row_gradients`."""
+    return kl.row_magnitudes(_swapped(rows), value)[::-1]
+
+
+DIVERGENCE = Divergence(
+    name="reverse_kl",
+    header="divergences/reverse_kl.cuh",
+    formula="sum(Q * (log(Q) - log(P)))",
+    needs_value=("student",),
+    state_floats=5,
+    row_state=Rows,
+    tile_gradients=tile_gradients,
+    factors=(1.0, kl.LN2),
+    tile_buffers=("difference",),
+    row_values=lambda rows: kl.row_values(_swapped(rows)),
+    row_gradients=row_gradients,
+    row_magnitudes=row_magnitudes,
+)
