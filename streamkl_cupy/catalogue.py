@@ -28,7 +28,7 @@ from .errors import CompilerError
 from .gpus import facts_for_arch
 from .kernels import combine
 from .kernels.base import FORWARD, PLANES, KernelPlan, Work
-from .kernels.portions import Schedule
+from .kernels.work_tiles import Schedule
 from .planning import make_plan
 from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from .rules.masks import MASKS, together

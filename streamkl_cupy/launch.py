@@ -216,8 +216,8 @@ class Runner:
     ) -> None:
         """Launch the gradients that `outputs` has room for; every element of them is written.
 
-        `workspace` is the address of `room` bytes, `backward_bytes(wrt)` unless given. With less than these, blocks
-        share no lists, with still less each gradient has its own kernel, and with none a mask of keys cannot be.
+        `workspace` is the address of `room` bytes, `backward_bytes(wrt)` unless given. With less than these,
+        no list is split, with still less each gradient has its own kernel, and with none a mask of keys cannot be.
         """
         wrt = tuple(name for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None)
         if not workspace:
@@ -253,10 +253,10 @@ class Runner:
             pointers += read
             if step.workspace is not None:
                 pointers.append(("workspace", workspace + step.workspace))
-            if step.shares is not None:
-                arrivals, size = workspace + step.shares, kernel.plan.schedule.arrivals_bytes
+            if step.partials is not None:
+                arrivals, size = workspace + step.partials, kernel.plan.schedule.arrivals_bytes
                 self._runtime.memsetAsync(arrivals, 0, size, stream)
-                pointers += (("share_arrivals", arrivals), ("share_sums", arrivals + size))
+                pointers += (("partial_arrivals", arrivals), ("partial_sums", arrivals + size))
             kernel(addresses, pointers, stream, rows)
 
     def _pack_bits(self, kernel: _Kernel, masks: MaskArrays, workspace: int, stream: int) -> None:
@@ -347,7 +347,7 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "teacher_scale": problem.teacher.scale * LOG2E,
         "student_scale": problem.student.scale * LOG2E,
         "out_scale": Work(problem, task).side.scale,
-        "share_slots": schedule.share_slots,
+        "partial_slots": schedule.partial_slots,
     }
     out = {"out": f"{task.side}_{task.stationary}", "out_q": f"{task.side}_q"} if task.side else {}
     strides: dict[str, tuple[int, ...]] = {name: problem.operand(name).strides for name in INPUT_NAMES}

@@ -11,13 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 from .compile import import_cupy
-from .kernels.portions import portions, survey
+from .kernels.work_tiles import cut, survey
 from .patterns import BlockPattern
 from .patterns.pattern import when_gone
 
 
 class Lists:
-    """Offsets and entries of tile lists, and the portions of a launch's blocks, in the memory of one GPU."""
+    """Offsets and entries of tile lists, and the work tiles of a launch's blocks, in the memory of one GPU."""
 
     __slots__ = ("_arrays", "_events", "captured", "pointers")
 
@@ -62,8 +62,8 @@ def lists_for(
     of_pattern = _uploaded.setdefault(pattern.digest, {})
     found = of_pattern.get(key)
     if found is None:
-        shares = portions(survey(pattern, rows, columns, by_keys, group), longest, group)
-        found = of_pattern.setdefault(key, Lists(*pattern.tile_lists(rows, columns, by_keys), shares.entries))
+        work = cut(survey(pattern, rows, columns, by_keys, group), longest, group)
+        found = of_pattern.setdefault(key, Lists(*pattern.tile_lists(rows, columns, by_keys), work.entries))
     return found
 
 

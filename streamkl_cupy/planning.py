@@ -35,8 +35,8 @@ class Step:
     """(field of the arguments, name of the result)."""
     workspace: int | None = None
     """Where in the call's workspace it works, bytes; None: nowhere."""
-    shares: int | None = None
-    """Where shared lists have their memory; None: blocks share none."""
+    partials: int | None = None
+    """Where split lists leave their partial sums; None: none is split."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FusedPlan:
     kernels: tuple[KernelPlan, ...]
     """What prepares the workspace, the pass, what makes sums the gradient of the queries: same arguments."""
     workspace_bytes: int
-    """Of the sums, and after them what shared lists need."""
+    """Of the sums, and after them what split lists need."""
     names: tuple[str, str]
     """The two inputs."""
 
@@ -68,7 +68,7 @@ class Plan:
     forward: KernelPlan
     gradients: tuple[tuple[str, KernelPlan], ...]
     combine: KernelPlan | None = None
-    """Joins the shares of a forward whose keys are split."""
+    """Joins the splits of a forward whose keys are split."""
     workspace_bytes: int = 0
     """What a forward works in: the mask's bytes and the partial states of split keys; without it, it runs unsplit."""
     key_bits: KernelPlan | None = None
@@ -98,7 +98,7 @@ class Plan:
     def backward_steps(self, wrt: Collection[str], room: float = inf) -> tuple[Step, ...]:
         """What a backward for these inputs runs in `room` bytes of workspace, after the mask's bits.
 
-        With less than `backward_bytes(wrt)` blocks share no lists, with still less each gradient has its own kernel.
+        With less than `backward_bytes(wrt)` no list is split, with still less each gradient has its own kernel.
 
         Raises:
             NotImplementedError: a gradient that cannot be computed is among them.
@@ -108,19 +108,19 @@ class Plan:
         steps = []
 
         def add(kernels: tuple[KernelPlan, ...], main: KernelPlan, outputs: dict[str, str], sums: int = 0) -> None:
-            shares = main.schedule.share_bytes
+            partials = main.schedule.partial_bytes
             steps.append(
                 Step(
                     kernels,
                     tuple(outputs.items()),
                     self.mask_bytes if sums else None,
-                    self.mask_bytes + sums if shares and sums + shares <= left else None,
+                    self.mask_bytes + sums if partials and sums + partials <= left else None,
                 )
             )
 
         for fused in self.fused:
             q, k = fused.names
-            sums = fused.workspace_bytes - fused.main.schedule.share_bytes
+            sums = fused.workspace_bytes - fused.main.schedule.partial_bytes
             if q in wanted and k in wanted and sums <= left:
                 add(fused.kernels, fused.main, {"out": k, "out_q": q}, sums)
                 wanted = [name for name in wanted if name not in fused.names]
@@ -131,11 +131,11 @@ class Plan:
         return tuple(steps)
 
     def backward_bytes(self, wrt: Collection[str]) -> int:
-        """Workspace of a backward for these inputs; without it each gradient is computed by its own kernel, and blocks
-        share no lists."""
+        """Workspace of a backward for these inputs; without it each gradient is computed by its own kernel, and no
+        list is split."""
         fused = [f for f in self.fused if all(x in wrt for x in f.names)]
         done = [name for f in fused for name in f.names]
-        alone = [kernel.schedule.share_bytes for name, kernel in self.gradients if name in wrt and name not in done]
+        alone = [kernel.schedule.partial_bytes for name, kernel in self.gradients if name in wrt and name not in done]
         return self.mask_bytes + max([*(f.workspace_bytes for f in fused), *alone], default=0)
 
     def gradient(self, name: str) -> KernelPlan:
@@ -200,7 +200,7 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
 
 def _without_numbers(problem: Problem) -> Problem:
     """The problem with its scales and the integers of its mask left open: what changes from step to step in a loop over
-    chunks or temperatures, and decides no more than into how many shares the keys go."""
+    chunks or temperatures, and decides no more than over how many blocks the keys go."""
     mask = problem.mask
     return replace(
         problem,
@@ -259,14 +259,14 @@ def _fused(work: Work, facts: DeviceFacts) -> FusedPlan | str:
         return _joined(refusals)
     side = work.task.side
     kernels = kernel.plans(work, facts, _joined(refusals))
-    share_bytes = max(x.schedule.share_bytes for x in kernels)
-    return FusedPlan(side, kernels, kernel.workspace_bytes(work) + share_bytes, (f"{side}_q", f"{side}_k"))
+    partial_bytes = max(x.schedule.partial_bytes for x in kernels)
+    return FusedPlan(side, kernels, kernel.workspace_bytes(work) + partial_bytes, (f"{side}_q", f"{side}_k"))
 
 
 def _key_tiles(problem: Problem, tile: TileRow) -> int:
     """Key tiles that the longest row tile visits, as far as is known here: sequences count as equally long."""
-    mask, shares = problem.mask, max(problem.sequences, 1)
-    queries, keys = -(-problem.queries // shares), -(-problem.keys // shares)
+    mask, sequences = problem.mask, max(problem.sequences, 1)
+    queries, keys = -(-problem.queries // sequences), -(-problem.keys // sequences)
     params = dict(mask.params)
     if not params.get("q_offset_given", 1):
         params["q_offset"] = keys - queries

@@ -158,7 +158,7 @@ def _declaration(x: Struct) -> str:
         type_name = kind.name if isinstance(kind, Struct) else _TYPES[kind][0]
         lines.append(f"    {type_name} {name}{f'[{length}]' if length else ''};" + _remark(about))
     lines.append("};")
-    # The members' places follow from C's rules; that these are the compiler's as well is cheap to ask.
+    # The members' offsets follow from C's rules; that these are the compiler's as well is cheap to ask.
     lines.append(f'static_assert(sizeof({x.name}) == {x.size}, "what the host packs as {x.name} has {x.size} bytes");')
     return "\n".join(lines)
 
@@ -245,7 +245,7 @@ EXTENTS = Struct(
         Field("student_group", "int"),
         Field("tiles", "int", "row tiles of this launch per head"),
         Field("head_group", "int", "heads that run side by side"),
-        Field("splits", "int", "blocks that share the keys of one row tile"),
+        Field("splits", "int", "blocks over which the keys of one row tile are split"),
         Field("sequences", "int", "that lie one after the other in rows and keys; 0: all is one"),
         Field("mask", "i64", "of each part its integers, then its addresses, in the registry's order", MASK_WORDS),
     ),
@@ -278,9 +278,9 @@ GRADIENT = Struct(
         Field("teacher_scale", "float"),
         Field("student_scale", "float"),
         Field("out_scale", "float", "the plain scale of the side that is differentiated"),
-        Field("share_slots", "int", "places for sums of shares per batch entry and head"),
-        Field("share_arrivals", "u64", "what lies there pipeline/partials.cuh says; 0: no memory for it"),
-        Field("share_sums", "u64"),
+        Field("partial_slots", "int", "for partial sums of split lists, per batch entry and head"),
+        Field("partial_arrivals", "u64", "what lies there pipeline/partials.cuh says; 0: no memory for it"),
+        Field("partial_sums", "u64"),
     ),
 )
 FUSED = Struct(
@@ -314,12 +314,12 @@ HOPPER_FUSED = _with_maps("HopperFusedArgs", "fused", FUSED)
 
 
 def split_states(state_floats: int) -> Regions:
-    """States of rows whose keys several blocks share; an entry is a row in one of these."""
+    """States of rows whose keys are split over blocks; an entry is a row in one of these."""
     return Regions("SplitStates", (Region("states", "float", state_floats),))
 
 
 def shared_lists(warps: int, rows: int, out_dim: int) -> Regions:
-    """What blocks that share lists leave for one another; an entry is a place (`portions.py`)."""
+    """What blocks that split lists leave for one another; an entry is a slot (`kernels/work_tiles.py`)."""
     return Regions(
         "SharedLists",
         (
@@ -338,7 +338,7 @@ def fused_workspace(columns: int, dim: int, row_vectors: int) -> Regions:
             Region("sums", "float", columns * dim, "of the queries' gradient, as the accumulators hold them"),
             Region("terms", "float", columns * row_vectors, "of the queries, as tile/terms.cuh lays them out"),
             Region("exponents", "int", 1, "the largest of g * bound; of narrow types only"),
-            Region("taken", "u32", 1, "portions that blocks have taken beyond their first", once=True),
+            Region("taken", "u32", 1, "work tiles that blocks have taken beyond their first", once=True),
         ),
     )
 

@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --every-lane
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py --plant   # must fail
 
-Every kernel family, full and ragged tiles, vector and element-wise loads, masks, grouped heads, split keys, shared
+Every kernel family, full and ragged tiles, vector and element-wise loads, masks, grouped heads, split keys, split
 lists, all four gradients. Kernels let one lane arrive at a barrier for its warp, which racecheck takes for a race of
 the others: with `--every-lane` all of them arrive. `--plant` adds one store beyond an allocation, to show that the run
 would have noticed.
@@ -23,7 +23,7 @@ import numpy as np
 
 import streamkl_cupy
 from streamkl_cupy import call, gpus, patterns, planning
-from streamkl_cupy.kernels import KERNELS, portions, sm90
+from streamkl_cupy.kernels import KERNELS, sm90, work_tiles
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 
 PLANTED = 'extern "C" __global__ void planted(float* x, int n) { x[n + threadIdx.x] = 1.0f; }'
@@ -78,7 +78,7 @@ def problems(quick: bool) -> Iterator[Problem]:
 
 def run(families: tuple[str, ...], quick: bool, only: str) -> int:
     planning.KERNELS = {kind: tuple(x for x in kernels if x.family in families) for kind, kernels in KERNELS.items()}
-    portions.MIN_TILES_IN_LIST = 2  # small lists are shared as long ones are
+    work_tiles.MIN_TILES_IN_LIST = 2  # small lists are split as long ones are
     planning.make_plan.cache_clear()
     planning._unsplit_plan.cache_clear()
     call._checked.clear()

@@ -12,7 +12,7 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import arrays, call, gpus, patterns, planning
 from streamkl_cupy.call import ATTENTION_KL, Call
-from streamkl_cupy.kernels import KERNELS, portions
+from streamkl_cupy.kernels import KERNELS, work_tiles
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_same_bits
@@ -133,7 +133,7 @@ def test_shared_lists(
     family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists of a few tiles are cut here as those of long contexts are: what blocks have is added up, in one order."""
-    monkeypatch.setattr(portions, "MIN_TILES_IN_LIST", 2)
+    monkeypatch.setattr(work_tiles, "MIN_TILES_IN_LIST", 2)
     for M, N, pattern_heads, causal in ((700, 650, 4, False), (613, 700, 1, True), (900, 300, 4, True)):
         blocks = rng.random((pattern_heads, -(-M // 64), -(-N // 32))) < 0.2
         blocks[:, :, 1] = True  # a stripe that all rows see
@@ -150,7 +150,7 @@ def test_shared_lists(
             plan = streamkl_cupy.plan(*inputs, **options)
             size = plan.backward_bytes(INPUT_NAMES)
             kernels = [kernel for _, kernel in plan.gradients] + [fused.main for fused in plan.fused]
-            assert {kernel.schedule.share_bytes > 0 for kernel in kernels} == {family == "sm90"}
+            assert {kernel.schedule.partial_bytes > 0 for kernel in kernels} == {family == "sm90"}
             # Where the workspace will lie, counters of who has come are not zero.
             cupy_only.full((size // 4 + 1,), "float32")
             results.append(cupy_only.judge(case, grad, arrays=inputs, deterministic=deterministic)[1])
@@ -174,7 +174,7 @@ def test_heads_that_see_nothing(family: str, cupy_only: Any, rng: Any, dtype: st
 def test_lists_are_walked_whole_without_a_workspace(
     family: str, cupy_only: Any, rng: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(portions, "MIN_TILES_IN_LIST", 2)
+    monkeypatch.setattr(work_tiles, "MIN_TILES_IN_LIST", 2)
     pattern = patterns.strided(2, queries=640, block=32)
     case = make(H=2, M=640, N=640, D_t=64, dtypes="bfloat16", seed=int(rng.integers(1 << 30)), block_mask=pattern)
     inputs = cupy_only.arrays(case)

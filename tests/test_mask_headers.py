@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import patterns
-from streamkl_cupy.kernels.portions import portions, survey
+from streamkl_cupy.kernels.work_tiles import cut, survey
 from streamkl_cupy.rules import masks
 from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.source import cuda_root, flatten
@@ -293,7 +293,7 @@ def one_block(walk: Walker, parts: tuple[str, ...], rows: int, columns: int, que
     for step, splits, longest in ((1, 1, 0), (-1, 1, 0), (-1, 3, 0), (1, 1, 3))[:: 1 if queries else 3]:
         extents["splits"] = splits
         if "blocks" in parts:
-            entries = portions(survey(pattern, rows, columns, not queries, group), longest, group).entries
+            entries = cut(survey(pattern, rows, columns, not queries, group), longest, group).entries
             extents["tiles"] = entries.shape[1]
             words[-2] = pointer(entries)
         seen = np.zeros((batch, heads, M, N), np.uint8)

@@ -66,8 +66,8 @@ def paths(name: str) -> dict[str, str]:
     found |= {f"{x}.{axis}": "q" for x, axes in tensors.items() for axis in axes}
     counts = "batch heads queries keys teacher_group student_group tiles head_group splits sequences"
     found |= {f"n.{x}": "i" for x in counts.split()} | {"n.mask": "12q", "teacher_scale": "f", "student_scale": "f"}
-    shares = {"share_slots": "i", "share_arrivals": "Q", "share_sums": "Q"}
-    found |= {"workspace": "Q"} if forward else {"out_scale": "f", **shares}
+    partials = {"partial_slots": "i", "partial_arrivals": "Q", "partial_sums": "Q"}
+    found |= {"workspace": "Q"} if forward else {"out_scale": "f", **partials}
     if "Fused" in name:
         found = {f"base.{x}": code for x, code in found.items()}
         found |= {"out_q.pointer": "Q", **{f"out_q.{axis}": "q" for axis in four}, "workspace": "Q"}
@@ -274,7 +274,7 @@ def test_a_gradient_is_packed_by_name(book: Book, rng: np.random.Generator, name
     side = getattr(call.problem, name[:7])
     want = call.expected(kernel, (11, 13, -17, call.masks.key_lengths.ptr, call.workspace)) | gradient(call, side)
     want |= under("out", compact(name, call, getattr(call.outputs, name).ptr))
-    check(got, {**want, "share_slots": 0, "share_arrivals": 0, "share_sums": 0}, book)
+    check(got, {**want, "partial_slots": 0, "partial_arrivals": 0, "partial_sums": 0}, book)
 
 
 def gradient(call: Call, side: Side) -> dict[str, Any]:
@@ -305,11 +305,11 @@ def test_both_gradients_of_a_side_are_packed_by_name(
         want |= under(field, compact(name, call, getattr(call.outputs, name).ptr))
     assert book.shapes == shapes(plan.key_bits, *fused.kernels)
     for _, got in book[1:]:
-        check(got, {**want, "share_slots": 0, "share_arrivals": 0, "share_sums": 0}, book)
+        check(got, {**want, "partial_slots": 0, "partial_arrivals": 0, "partial_sums": 0}, book)
 
 
 @needs_compiler
-def test_shared_lists_lie_behind_what_the_kernel_has_besides(
+def test_partial_sums_of_lists_lie_behind_what_the_kernel_has_besides(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     book = Book(monkeypatch, tmp_path, "sm_90")
@@ -317,20 +317,20 @@ def test_shared_lists_lie_behind_what_the_kernel_has_besides(
     call = Call(rng, 16384, 16384, (128, 128), MaskSpec(("blocks",), (), pattern))
     fused = call.runner.plan.fused[1]
     kernel = fused.main
-    assert kernel.schedule.share_bytes > 0
-    sums = call.workspace + fused.workspace_bytes - kernel.schedule.share_bytes + kernel.schedule.arrivals_bytes
+    assert kernel.schedule.partial_bytes > 0
+    sums = call.workspace + fused.workspace_bytes - kernel.schedule.partial_bytes + kernel.schedule.arrivals_bytes
     call.backward("student_q", "student_k")
     for _, got in book:
         assert got["n.mask"][:7] == (71, 72, 73, 74, 75, pattern.heads, 0)
-        shares = (got["share_slots"], got["share_arrivals"], got["share_sums"])
-        assert shares == (kernel.schedule.share_slots, sums - kernel.schedule.arrivals_bytes, sums)
+        partials = (got["partial_slots"], got["partial_arrivals"], got["partial_sums"])
+        assert partials == (kernel.schedule.partial_slots, sums - kernel.schedule.arrivals_bytes, sums)
     assert book.cleared == [(sums - kernel.schedule.arrivals_bytes, kernel.schedule.arrivals_bytes)]
-    # With room for the sums of the queries only, no list is shared; with less, each gradient has its own kernel.
-    own = fused.workspace_bytes - kernel.schedule.share_bytes
+    # With room for the sums of the queries only, no list is split; with less, each gradient has its own kernel.
+    own = fused.workspace_bytes - kernel.schedule.partial_bytes
     book.clear()
     call.backward("student_q", "student_k", room=own)
     assert [name for name, _ in book] == ["streamkl_fused_prepare", "streamkl_fused", "streamkl_fused_finish"]
-    assert {(got["share_arrivals"], got["share_sums"]) for _, got in book} == {(0, 0)}
+    assert {(got["partial_arrivals"], got["partial_sums"]) for _, got in book} == {(0, 0)}
     book.clear()
     call.backward("student_q", "student_k", room=own - 1)
     assert [name for name, _ in book] == ["streamkl_gradient"] * 2
@@ -365,7 +365,7 @@ def test_workspaces_are_as_large_as_what_kernels_put_there(tmp_path: Path, rng: 
             each = 64 * dim + 64 * (4 if fused.side == "teacher" else 3) + 1
             end = made.end(ctypes.c_longlong(entries))
             assert end == 4 * (entries * each + 1)
-            assert 0 <= fused.workspace_bytes - fused.main.schedule.share_bytes - end < 128
+            assert 0 <= fused.workspace_bytes - fused.main.schedule.partial_bytes - end < 128
 
 
 END = """

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy import install, patterns
-from streamkl_cupy.kernels.portions import Lists, portions, survey
+from streamkl_cupy.kernels.work_tiles import Lists, cut, survey
 from streamkl_cupy.patterns import BlockPattern, CoverageWarning, families, pattern
 from streamkl_cupy.patterns.pattern import LARGEST
 
@@ -379,7 +379,7 @@ def test_full_tiles_have_every_bit() -> None:
 def test_longest_first_puts_the_last_rows_of_a_causal_pattern_first() -> None:
     made = patterns.full(queries=1024, causal=True)
     for by_keys in (False, True):
-        entries, slots = portions(survey(made, 128, 128, by_keys, group=1))
+        entries, slots = cut(survey(made, 128, 128, by_keys, group=1))
         tiles = list(range(8)) if by_keys else list(range(8))[::-1]
         assert (entries[0].tolist(), slots) == ([[t, 0, 1, 0, 0, LARGEST] for t in tiles], 0)
 
@@ -418,7 +418,7 @@ def test_portions_cover_every_list_once(longest: int, group: int, rng: np.random
     stop = first + rng.integers(1, 60, first.shape)
     lengths = rng.integers(0, group * (stop - first) + 1)
     lists = Lists(*(x.repeat(group, axis=0) for x in (lengths, first, stop)))
-    entries, slots = portions(lists, longest, group)
+    entries, slots = cut(lists, longest, group)
     places: list[int] = []
     for head in range(4):
         done = entries[head, :, 2] > 0
@@ -463,7 +463,7 @@ def test_scattered_lists_are_not_cut_to_nothing(heads: int, scattered: int) -> N
     made = patterns.from_dense(listed, queries=1 << 20, keys=4096, block=128)
     lists = survey(made, 128, 64, True, 1)
     assert lists.lengths.max() == 1000
-    entries, slots = portions(lists, 64)
+    entries, slots = cut(lists, 64)
     (shares,) = set(entries[0, entries[0, :, 0] == 0, 2].tolist())
     assert 8 <= shares <= 34
     assert heads * slots < scattered * 34 + heads
@@ -471,7 +471,7 @@ def test_scattered_lists_are_not_cut_to_nothing(heads: int, scattered: int) -> N
 
 def test_long_lists_come_first_and_are_cut_alike() -> None:
     made = patterns.sharded(8, window=64, stride=8, queries=4096, block=128, causal=True)
-    entries, _ = portions(survey(made, 128, 64, True, 1), 16)
+    entries, _ = cut(survey(made, 128, 64, True, 1), 16)
     tiles = made.tile_lists(128, 64, by_keys=True)
     for head in range(8):
         lengths = []

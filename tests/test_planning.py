@@ -14,7 +14,7 @@ from streamkl_cupy import gpus, patterns
 from streamkl_cupy.errors import DriverError
 from streamkl_cupy.kernels import KERNELS
 from streamkl_cupy.kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Work
-from streamkl_cupy.kernels.portions import survey
+from streamkl_cupy.kernels.work_tiles import survey
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
@@ -62,9 +62,9 @@ def test_every_plan_fits_its_gpu(arch: str, dims: tuple[int, int], dtypes: tuple
         assert kernel.smem_bytes <= facts.smem_per_block
         assert kernel.threads <= 1024
         assert kernel.threads % 32 == 0
-        portions = 8 * kernel.schedule.tiles * kernel.schedule.splits
+        work_tiles = 8 * kernel.schedule.tiles * kernel.schedule.splits
         stays = kernel.entry.endswith("fused_sm90.cu")  # a block per multiprocessor takes one after the other
-        assert kernel.blocks == (min(portions, facts.multiprocessors) if stays else portions)
+        assert kernel.blocks == (min(work_tiles, facts.multiprocessors) if stays else work_tiles)
     assert [name for name, _ in p.gradients] == [n for n in INPUT_NAMES if dims[n.startswith("student")] <= 256]
     assert str(p) == str(plan(arch, dims=dims, dtypes=dtypes))
 
@@ -112,37 +112,37 @@ def striped(causal: bool) -> patterns.BlockPattern:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_share_lists_that_are_longer_than_the_others_take(causal: bool, deterministic: bool) -> None:
+def test_lists_that_are_longer_than_the_others_are_split(causal: bool, deterministic: bool) -> None:
     what: dict[str, Any] = {"M": 16384, "N": 16384, "dims": (128, 128), "deterministic": deterministic}
     p = plan(mask=MaskSpec(("blocks",), (), striped(causal)), **what)
     for kernel in kernels(p)[1:]:
         by_keys = not dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"]
         lengths = survey(striped(causal), kernel.tile.rows, kernel.tile.columns, by_keys, 1).lengths
         average = lengths.sum() / 132
-        assert (kernel.schedule.share_bytes > 0) == (lengths.max() > kernel.schedule.longest), kernel.name
+        assert (kernel.schedule.partial_bytes > 0) == (lengths.max() > kernel.schedule.longest), kernel.name
         assert average / 2 <= kernel.schedule.longest < max(average / 2 + 2, 33)
         assert kernel.schedule.tiles < 1.3 * lengths.shape[1]
-        # As many float32 tiles as there are shares, and a counter for each of their warps.
-        places = 8 * kernel.schedule.share_slots
-        assert kernel.schedule.arrivals_bytes == -(-4 * places * kernel.tile.warps // 128) * 128
-        assert kernel.schedule.share_bytes - kernel.schedule.arrivals_bytes == 4 * places * kernel.tile.rows * 128
-        assert kernel.schedule.share_bytes < 40 << 20
-        assert ("tiles shared" in str(kernel)) == (kernel.schedule.share_bytes > 0)
-    alone = p.gradient("student_k").schedule.share_bytes
+        # As many float32 tiles as there are splits, and a counter for each of their warps.
+        slots = 8 * kernel.schedule.partial_slots
+        assert kernel.schedule.arrivals_bytes == -(-4 * slots * kernel.tile.warps // 128) * 128
+        assert kernel.schedule.partial_bytes - kernel.schedule.arrivals_bytes == 4 * slots * kernel.tile.rows * 128
+        assert kernel.schedule.partial_bytes < 40 << 20
+        assert ("tiles split" in str(kernel)) == (kernel.schedule.partial_bytes > 0)
+    alone = p.gradient("student_k").schedule.partial_bytes
     assert alone > 0
     assert p.backward_bytes(("student_k",)) == alone
     if deterministic:
         assert p.backward_bytes(INPUT_NAMES) == alone
     else:
         assert p.backward_bytes(("student_q", "student_k")) == p.fused[1].workspace_bytes
-        assert p.fused[1].workspace_bytes > p.fused[1].main.schedule.share_bytes + 4 * 8 * 16384 * 128
-    # Eight query heads that share keys: what they have together is cut, and heads of the keys have one set of places.
+        assert p.fused[1].workspace_bytes > p.fused[1].main.schedule.partial_bytes + 4 * 8 * 16384 * 128
+    # Eight query heads that share keys: what they have together is cut, and heads of the keys have one set of slots.
     grouped = plan(mask=MaskSpec(("blocks",), (), striped(causal)), key_heads=1, **what).gradient("student_k")
-    assert 0 < grouped.schedule.share_bytes < 8 * 132 * 4 * 128 * 128
+    assert 0 < grouped.schedule.partial_bytes < 8 * 132 * 4 * 128 * 128
     assert grouped.schedule.head_group == 1
     even = plan(mask=MaskSpec(("blocks",), (), patterns.full(queries=16384, block=128)), **what)
     older = plan("sm_80", mask=MaskSpec(("blocks",), (), striped(causal)), **what)
-    assert not any(kernel.schedule.share_bytes for kernel in (*kernels(even), *kernels(older)))
+    assert not any(kernel.schedule.partial_bytes for kernel in (*kernels(even), *kernels(older)))
     assert older.backward_bytes(INPUT_NAMES) == 0
 
 
@@ -276,20 +276,20 @@ def test_a_request_is_told_what_runs_and_where() -> None:
     pair = ("student_q", "student_k")
     (fused,) = p.backward_steps(pair)
     main = p.fused[1].main
-    sums = p.fused[1].workspace_bytes - main.schedule.share_bytes
+    sums = p.fused[1].workspace_bytes - main.schedule.partial_bytes
     assert fused.kernels == p.fused[1].kernels
     assert dict(fused.outputs) == {"out": "student_k", "out_q": "student_q"}
-    assert (fused.workspace, fused.shares) == (0, sums)
+    assert (fused.workspace, fused.partials) == (0, sums)
     assert p.backward_steps(pair, p.backward_bytes(pair)) == (fused,)
-    (unshared,) = p.backward_steps(pair, p.backward_bytes(pair) - 1)
-    assert (unshared.kernels, unshared.workspace, unshared.shares) == (fused.kernels, 0, None)
+    (unsplit,) = p.backward_steps(pair, p.backward_bytes(pair) - 1)
+    assert (unsplit.kernels, unsplit.workspace, unsplit.partials) == (fused.kernels, 0, None)
     for room in (sums - 1, 0):
         apart = p.backward_steps(pair, room)
         assert [step.kernels for step in apart] == [(p.gradient(name),) for name in pair]
         assert [step.outputs for step in apart] == [(("out", name),) for name in pair]
         assert all(step.workspace is None for step in apart)
-        assert [step.shares for step in apart] == [
-            0 if 0 < p.gradient(name).schedule.share_bytes <= room else None for name in pair
+        assert [step.partials for step in apart] == [
+            0 if 0 < p.gradient(name).schedule.partial_bytes <= room else None for name in pair
         ]
     # Every gradient once, in one pass or alone.
     for wrt in itertools.chain.from_iterable(itertools.combinations(INPUT_NAMES, n) for n in range(5)):

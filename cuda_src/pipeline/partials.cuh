@@ -13,7 +13,7 @@
 
 // Whether the block has anything to do. Where there is no memory for sums the first share takes the whole tile.
 __device__ inline bool settle_shares(Portion& portion, const GradientArgs& args) {
-    if (args.share_sums == 0 && portion.shares > 1) {
+    if (args.partial_sums == 0 && portion.shares > 1) {
         portion.shares = portion.share == 0;
         portion.streamed = {0, kNoLimit};
     }
@@ -25,15 +25,15 @@ __device__ inline bool settle_shares(Portion& portion, const GradientArgs& args)
 template <int TILES>
 __device__ inline bool add_shares(float (&out)[TILES][4], const Portion& portion, int pair, const GradientArgs& args) {
     static_assert(SharedLists::kSums == 4 * TILES * kThreads && SharedLists::kArrivals == kWarps, "plan: what a place holds");
-    const i64 first = static_cast<i64>(pair) * args.share_slots + portion.slot;
-    float4* const sums = reinterpret_cast<float4*>(args.share_sums) + first * (TILES * kThreads) + threadIdx.x;
+    const i64 first = static_cast<i64>(pair) * args.partial_slots + portion.slot;
+    float4* const sums = reinterpret_cast<float4*>(args.partial_sums) + first * (TILES * kThreads) + threadIdx.x;
     float4* const mine = sums + static_cast<i64>(portion.share) * (TILES * kThreads);
 #pragma unroll
     for (int i = 0; i < TILES; ++i) mine[i * kThreads] = make_float4(out[i][0], out[i][1], out[i][2], out[i][3]);
     __threadfence();
     __syncwarp();
     int before = 0;
-    if (lane_id() == 0) before = atomicAdd(reinterpret_cast<int*>(args.share_arrivals) + first * kWarps + threadIdx.x / 32, 1);
+    if (lane_id() == 0) before = atomicAdd(reinterpret_cast<int*>(args.partial_arrivals) + first * kWarps + threadIdx.x / 32, 1);
     if (__shfl_sync(~0u, before, 0) < portion.shares - 1) return false;
     __threadfence();
 #pragma unroll

@@ -18,7 +18,7 @@ from ..rules.masks import parts_of, registers
 from ..rules.scores import SCORES
 from ..source import flatten
 from ..structs import Regions, Struct, row_tiles, shared_lists
-from .portions import Schedule, balance, portions, survey
+from .work_tiles import Schedule, balance, cut, survey
 
 ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -193,8 +193,8 @@ class KernelPlan:
             shape.append(f"{counted(t.stages, 'stage')}, {self.smem_bytes} B shared")
         if s.splits > 1:
             shape.append(f"keys split over {s.splits} blocks")
-        if s.share_bytes:
-            shape.append(f"lists of more than {s.longest} tiles shared, sums {s.share_bytes} B")
+        if s.partial_bytes:
+            shape.append(f"lists of more than {s.longest} tiles split, partial sums {s.partial_bytes} B")
         reason = f" ({self.reason})" if self.reason else ""
         return f"{self.name}: {self.entry} for {self.arch}, {', '.join(shape)}{reason}"
 
@@ -221,10 +221,10 @@ class Kernel(ABC, Generic[Row]):
     """Of its tasks."""
     family: ClassVar[str]
     args: ClassVar[Struct]
-    shares_lists: ClassVar[bool] = False
-    """Whether blocks can share the list of one row tile."""
+    splits_lists: ClassVar[bool] = False
+    """Whether blocks can split the list of one row tile among them."""
     persistent: ClassVar[bool] = False
-    """Whether a block takes one portion of the work after the other, so that a launch needs few blocks."""
+    """Whether a block takes one work tile after the other, so that a launch needs few blocks."""
     # Streamed operands of heads that run side by side should stay in the L2 cache, which is 40 MB and more on the GPUs
     # that have long rows to stream. On smaller caches the order costs nothing but the locality it would have had.
     l2_budget: ClassVar[int] = 32 << 20
@@ -384,17 +384,17 @@ class Kernel(ABC, Generic[Row]):
             return Schedule(row_tiles(work.rows, tile.rows, problem.sequences), self.head_group(work))
         group = max(problem.heads // max(work.heads, 1), 1)
         lists = survey(pattern, tile.rows, tile.columns, work.rows_are_keys, group)
-        longest, together = balance(lists, work.pairs, facts.multiprocessors, self.shares_lists)
-        entries, slots = portions(lists, longest, group)
+        longest, together = balance(lists, work.pairs, facts.multiprocessors, self.splits_lists)
+        entries, slots = cut(lists, longest, group)
         sizes = shared_lists(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
         return Schedule(
             tiles=entries.shape[1],
             head_group=min(self.head_group(work, min(together, work.pairs)), max(work.pairs, 1)),
             group=group,
             longest=longest,
-            share_slots=slots,
+            partial_slots=slots,
             arrivals_bytes=sizes["arrivals"],
-            share_bytes=sum(sizes.values()),
+            partial_bytes=sum(sizes.values()),
         )
 
 

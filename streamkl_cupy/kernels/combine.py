@@ -12,26 +12,26 @@ from .base import KernelPlan, Task, Work
 COMBINE = Task("combine")
 # Splitting costs a workspace and a second launch: below this many key tiles an unsplit block is done sooner.
 MIN_TILES_TO_SPLIT = 64
-MIN_TILES_PER_SHARE = 8
+MIN_TILES_PER_SPLIT = 8
 THREADS = 128
 
 
 def splits(blocks: int, key_tiles: int, facts: DeviceFacts) -> int:
-    """Into how many shares the keys go: the fewest that fill the GPU's last wave nearly as well as any number would."""
-    most = min(key_tiles // MIN_TILES_PER_SHARE, -(-2 * facts.multiprocessors // max(blocks, 1)))
+    """Over how many blocks the keys go: the fewest that fill the GPU's last wave nearly as well as any number would."""
+    most = min(key_tiles // MIN_TILES_PER_SPLIT, -(-2 * facts.multiprocessors // max(blocks, 1)))
     if blocks == 0 or blocks * 5 >= facts.multiprocessors * 4 or key_tiles < MIN_TILES_TO_SPLIT:
         return 1
 
-    def filled(shares: int) -> float:
-        waves = blocks * shares / facts.multiprocessors
+    def filled(number: int) -> float:
+        waves = blocks * number / facts.multiprocessors
         return waves / math.ceil(waves)
 
-    best = max(filled(shares) for shares in range(1, most + 1))
-    return next(shares for shares in range(1, most + 1) if filled(shares) >= 0.85 * best)
+    best = max(filled(number) for number in range(1, most + 1))
+    return next(number for number in range(1, most + 1) if filled(number) >= 0.85 * best)
 
 
 def plan(work: Work, forward: KernelPlan, facts: DeviceFacts) -> KernelPlan:
-    """The kernel that joins the shares of `forward`, a thread to a row."""
+    """The kernel that joins the splits of `forward`, a thread to a row."""
     problem = work.problem
     # Only float32 keys have parts in common taken from them, and log-sum-exps to give those back to.
     constants = {"SKL_HAS_OFFSETS": int(work.float32), "SKL_THREADS": THREADS}

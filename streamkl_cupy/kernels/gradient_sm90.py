@@ -64,7 +64,7 @@ _AHEAD_REGISTERS = {2: (232, 40)}
 class _Gradient(Hopper[_Row]):
     kind = "gradient"
     args = HOPPER_GRADIENT
-    shares_lists = True
+    splits_lists = True
 
     def table(self, work: Work) -> tuple[_Row, ...]:
         return _KEYS if work.rows_are_keys else _QUERIES

@@ -8,7 +8,7 @@ from ..rules.masks import parts_of
 from ..structs import KEY_BITS as ARGS
 from ..structs import key_words
 from .base import KernelPlan, Task
-from .portions import Schedule
+from .work_tiles import Schedule
 
 KEY_BITS = Task("key_bits")
 THREADS = 256

@@ -1,4 +1,4 @@
-"""Which block works on what: the row tiles of a pattern's lists, the longest first, very long ones shared."""
+"""Which block works on what: the row tiles of a pattern's lists, the longest first, very long ones split."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Schedule:
     """How the work of a launch is cut."""
 
     tiles: int = 1
-    """Row tiles, or portions of them, per head of the launch."""
+    """Work tiles, row tiles or splits of them, per head of the launch."""
     head_group: int = 1
     """Heads that run side by side."""
     splits: int = 1
-    """Blocks that share the streamed rows of one row tile."""
+    """Blocks over which the streamed rows of one row tile are split."""
     group: int = 1
     """Query heads that a block works through."""
     longest: int = 0
-    """Tiles of a pattern's list that one block walks, about; 0 where blocks share no lists."""
-    share_slots: int = 0
-    """Places for the sums of shared lists, per batch entry and head of the launch."""
+    """Tiles of a pattern's list that one block walks, about; 0 where no list is split."""
+    partial_slots: int = 0
+    """Slots for the partial sums of split lists, per batch entry and head of the launch."""
     arrivals_bytes: int = 0
-    share_bytes: int = 0
+    partial_bytes: int = 0
     """What these take, with the counters of who has come; those come first, and are zero before a launch."""
 
 
@@ -49,14 +49,14 @@ class Lists(NamedTuple):
     stop: NDArray[np.int64]
 
 
-class Portions(NamedTuple):
+class WorkTiles(NamedTuple):
     """What the blocks of a launch work on, per head of the pattern.
 
-    entries: (P, n, 6) int32, from long to short, as masks/interface.cuh has it: the row tile, which share of its list,
-        of how many, the first of the places for the sums of these, and which streamed tiles, from and to. Heads with
-        fewer portions than others end in some of 0 shares. Places count from `slots` times the head of the launch on,
-        and one that needs fewer than `slots` leaves some to others.
-    slots: Places per head of the launch.
+    entries: (P, n, 6) int32, from long to short, as masks/interface.cuh has it: the row tile, which split of its list,
+        of how many, the first of the slots for the partial sums of these, and which streamed tiles, from and to. Heads
+        with fewer work tiles than others end in some of 0 splits. Slots count from `slots` times the head of the launch
+        on, and one that needs fewer than `slots` leaves some to others.
+    slots: Per head of the launch.
     """
 
     entries: NDArray[np.int32]
@@ -98,7 +98,7 @@ def survey(pattern: BlockPattern, rows: int, columns: int, by_keys: bool, group:
     return Lists(of_groups(lengths, np.add), of_groups(first, np.minimum), of_groups(stop, np.maximum))
 
 
-def balance(lists: Lists, pairs: int, multiprocessors: int, shared: bool) -> tuple[int, int]:
+def balance(lists: Lists, pairs: int, multiprocessors: int, split: bool) -> tuple[int, int]:
     """How many tiles one block takes at most, about, 0 for any number; and how many heads run side by side.
 
     No block takes more than half of what each multiprocessor has to do in all, and so many heads run side by side that
@@ -108,20 +108,20 @@ def balance(lists: Lists, pairs: int, multiprocessors: int, shared: bool) -> tup
         lists: As `survey` has them.
         pairs: Heads of all batch entries of a launch.
         multiprocessors: Of the GPU.
-        shared: Whether blocks can share a list.
+        split: Whether a list can be split.
     """
     lengths = lists.lengths
     average = max(-(-int(lengths.sum()) * pairs // (len(lengths) * multiprocessors)), 1)
-    longest = max(-(-average // 2), MIN_TILES_IN_LIST) if shared else 0
+    longest = max(-(-average // 2), MIN_TILES_IN_LIST) if split else 0
     most = int(lengths.max(initial=0))
     return longest, -(-pairs * (min(most, longest) if longest else most) // average)
 
 
-def portions(lists: Lists, longest: int = 0, group: int = 1) -> Portions:
-    """Portions from what the lists are like.
+def cut(lists: Lists, longest: int = 0, group: int = 1) -> WorkTiles:
+    """Work tiles from what the lists are like.
 
     Longer lists are cut where all others are, so that blocks that run side by side stream the same rows; scattered ones
-    at every second of these tiles, every fourth and so on, or their shares would have next to nothing.
+    at every second of these tiles, every fourth and so on, or their splits would have next to nothing.
 
     Args:
         lists: As `survey` has them.
@@ -129,28 +129,28 @@ def portions(lists: Lists, longest: int = 0, group: int = 1) -> Portions:
         group: Heads whose lists one block walks.
     """
     lengths, first, stop = lists
-    cut = (lengths > longest) & (longest > 0)
-    sparse = np.where(cut, np.maximum(stop - first, 1) * group / np.maximum(lengths, 1), 1)
+    long = (lengths > longest) & (longest > 0)
+    sparse = np.where(long, np.maximum(stop - first, 1) * group / np.maximum(lengths, 1), 1)
     piece = max(-(-longest // group), 1) << np.floor(np.log2(np.maximum(sparse, 1))).astype(np.int64)
-    low = np.where(cut, first // piece, 0)
-    shares = np.where(cut, -(-stop // piece), 1) - low
-    entries = np.zeros((len(lengths), int(shares.sum(axis=1).max(initial=0)), 6), np.int32)
-    places = np.where(shares > 1, shares, 0)
-    needed = places.sum(axis=1)
-    # Of a launch's heads, each of which has the places of one head of its group.
+    low = np.where(long, first // piece, 0)
+    splits = np.where(long, -(-stop // piece), 1) - low
+    entries = np.zeros((len(lengths), int(splits.sum(axis=1).max(initial=0)), 6), np.int32)
+    partial = np.where(splits > 1, splits, 0)
+    needed = partial.sum(axis=1)
+    # Of a launch's heads, each of which has the slots of one head of its group.
     apart = needed[::group] if len(needed) > 1 else needed
     slots = -(-int(apart.sum()) // len(apart))
     starts = np.repeat(np.cumsum(apart) - apart - slots * np.arange(len(apart)), group if len(needed) > 1 else 1)
-    for head, count in enumerate(shares):
+    for head, count in enumerate(splits):
         tile = np.repeat(np.arange(len(count)), count)
-        share = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
-        slot = starts[head] + np.cumsum(places[head]) - places[head]
-        begin = np.where(count[tile] > 1, (low[head][tile] + share) * piece[head][tile], 0)
+        split = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+        slot = starts[head] + np.cumsum(partial[head]) - partial[head]
+        begin = np.where(count[tile] > 1, (low[head][tile] + split) * piece[head][tile], 0)
         end = np.where(count[tile] > 1, begin + piece[head][tile], NO_LIMIT)
         span = np.maximum(stop[head] - first[head], 1)[tile]
         overlap = np.minimum(end, stop[head][tile]) - np.maximum(begin, first[head][tile])
         length = lengths[head][tile] * np.where(count[tile] > 1, overlap / span, 1)
-        made = np.stack([tile, share, count[tile], slot[tile], begin, end], axis=1)
+        made = np.stack([tile, split, count[tile], slot[tile], begin, end], axis=1)
         entries[head, : len(made)] = made[np.lexsort((begin, -length))]
     entries.setflags(write=False)
-    return Portions(entries, slots)
+    return WorkTiles(entries, slots)
