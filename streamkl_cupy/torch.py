@@ -59,7 +59,7 @@ def loss(
     traced = _traced()
     call = Call.of(ATTENTION_KL, inputs, given, symbols=traced)
     masks = call.masks
-    if masks is not NO_MASKS:
+    if traced or masks is not NO_MASKS:  # not every version's tracer knows `is` of tuples
         for name, x in zip(MASK_ARRAYS, masks):
             if x is not None and not isinstance(x, Tensor):
                 raise arrays.no_mask_array(name, x, "torch")

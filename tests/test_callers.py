@@ -898,7 +898,7 @@ def test_new_numbers_read_and_compile_nothing(
     if backend.device == "cpu":
         pytest.skip("nothing is compiled for the CPU")
     from streamkl_cupy import compile as compiler
-    from streamkl_cupy import planning
+    from streamkl_cupy.kernels import base
 
     def run(i: int) -> None:
         options: dict[str, Any] = {"causal": True}
@@ -920,6 +920,6 @@ def test_new_numbers_read_and_compile_nothing(
         raise AssertionError("sources were read or compiled again")
 
     monkeypatch.setattr(compiler, "build", refuse)
-    monkeypatch.setattr(planning, "flatten", refuse)
+    monkeypatch.setattr(base, "flatten", refuse)
     for i in range(3, 8):
         run(i)
