@@ -177,7 +177,6 @@ class Tree:
         self.source, self.root = source, source.with_name(secrets.token_hex(4))
         shutil.copytree(source, self.root)
         self.clock = int(time.time())
-        self.checked: dict[str, bool] = {}  # tests that noticed a fault: whether they pass without one
 
     def write(self, path: Path, text: bytes) -> None:
         """Python recognises a changed file by its size and second, so each version gets a second of its own."""
@@ -186,7 +185,7 @@ class Tree:
         target.write_bytes(text)
         os.utime(target, (self.clock, self.clock))
 
-    def failing(self, tests: list[str], limit: float) -> str:
+    def failing(self, tests: list[str], seed: int, limit: float) -> str:
         """The first test that fails, "timeout", or nothing. The process is a fork, with the libraries imported."""
         output = self.root / "output"
         child = os.fork()
@@ -199,7 +198,7 @@ class Tree:
             os.environ["PYTHONPATH"] = str(self.root)
             code = 99
             try:
-                code = int(pytest.main([*PYTEST, *tests]))
+                code = int(pytest.main([*PYTEST, f"--seed={seed}", *tests]))
                 sys.stdout.flush()
             finally:
                 os._exit(code)
@@ -217,15 +216,14 @@ class Tree:
 
     def noticed(self, fault: Fault, tests: list[str], limit: float) -> str:
         """What notices a fault, and would have nothing to say without one."""
+        seed = random.randrange(10**6)  # of the tests' own data, the same with the fault and without
         while tests:
             self.write(fault.path, planted(fault))
-            found = self.failing(tests, limit)
+            found = self.failing(tests, seed, limit)
             self.write(fault.path, fault.path.read_bytes())
             if "::" not in found:
                 return found
-            if found not in self.checked:
-                self.checked[found] = not self.failing([found], limit)
-            if self.checked[found]:
+            if not self.failing([found], seed, limit):
                 return found
             print(f"{found} fails without a fault", file=sys.stderr)
             tests = [test for test in tests if not found.startswith(test)]

@@ -13,6 +13,7 @@ import pytest
 from streamkl_cupy import arrays, launch, pattern_memory, patterns, validate
 from streamkl_cupy.arrays import ArrayView, Gradients, Inputs, RowStats, Saved
 from streamkl_cupy.compile import Loaded
+from streamkl_cupy.errors import CaptureError
 from streamkl_cupy.gpus import facts_for_arch
 from streamkl_cupy.options import parse
 from streamkl_cupy.problem import INPUT_NAMES, compact_strides
@@ -149,6 +150,18 @@ def test_a_failure_leaves_what_was_current(driver: Driver, call: str) -> None:
     with pytest.raises(RuntimeError, match="refused"):
         getattr(problem, call)()
     assert driver.ctxGetCurrent() == 999
+
+
+@pytest.mark.parametrize("call", ["forward", "backward"])
+def test_loading_is_not_captured(driver: Driver, call: str) -> None:
+    problem = Problem(0)
+    driver.capturing = True
+    with pytest.raises(CaptureError, match=r"call streamkl_cupy\.warmup\(\.\.\.\) .* before the capture"):
+        getattr(problem, call)()
+    assert driver.launches == []
+    problem.warmup()
+    getattr(problem, call)()
+    assert driver.launches
 
 
 def scattered() -> patterns.BlockPattern:

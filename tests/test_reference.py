@@ -348,9 +348,9 @@ def test_plain_computation_is_near(
     for i, (a, dtype) in enumerate(zip(grads, case.dtype_of_inputs, strict=True)):
         np.testing.assert_array_equal(a, reference.rounded(a, dtype))
         one = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}[dtype]
-        allowed = one * (np.abs(gradients.value[i]) + 10 * gradients.noise[i]) + 1e-6 * gradients.sensitivity[i]
+        allowed = one * (np.abs(gradients.value[i]) + 20 * gradients.noise[i]) + 4e-6 * gradients.sensitivity[i]
         allowed += (scale or 1) * (3e-6 if dtype == "float16" else 1e-7)  # of its numbers next to zero
         assert (np.abs(a - gradients.value[i]) <= allowed).all(), i
-        if dtype != "float32" and scale is None:  # rounded before the second product, not only at the end
-            error = np.linalg.norm(a - gradients.value[i])
-            assert error > 1.1 * np.linalg.norm(reference.rounded(gradients.value[i], dtype) - gradients.value[i])
+        if dtype != "float32" and scale is None:  # rounded before the second product too, which the last does not undo
+            some = gradients.value[i] != 0
+            assert (a != reference.rounded(gradients.value[i], dtype))[some].mean() > 0.1
