@@ -170,6 +170,22 @@ def scattered() -> patterns.BlockPattern:
     return patterns.from_dense(blocks, queries=128, keys=128, block=16)
 
 
+def test_a_warmup_leaves_nothing_to_load(driver: Driver) -> None:
+    """Whatever room a call has: while a graph is captured nothing can be loaded."""
+    cold = Problem(0)
+    driver.capturing = True
+    for call in ("forward", "backward"):
+        with pytest.raises(CaptureError, match=r"call streamkl_cupy.warmup\(...\) with the same arrays"):
+            getattr(cold, call)()
+    driver.capturing = False
+    cold.warmup()
+    driver.capturing = True
+    for workspace in (0, 1 << 20):
+        cold.runner.forward(cold.inputs, cold.rows, 7, workspace)
+        for room in (None, 1, 1 << 16):
+            cold.runner.backward(cold.inputs, cold.saved, cold.gradients, 7, workspace, room=room)
+
+
 def test_kernels_walk_lists_of_their_own_tiles(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose rows a list is of, and how many a tile has, is what the kernel was compiled for."""
     asked: list[tuple[int, ...]] = []

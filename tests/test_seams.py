@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
+from streamkl_cupy.kernels import KERNELS
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.source import cuda_root
@@ -114,3 +116,11 @@ def test_frameworks_are_imported_only_by_their_own_module() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         imported = set(pattern.findall(path.read_text(encoding="utf-8")))
         assert imported <= {path.stem}, f"{path.name} imports {sorted(imported)}"
+
+
+def test_a_kernel_is_a_pair_of_files() -> None:
+    texts = {path.stem for path in (ROOT / "kernels").glob("*.cu")}
+    modules = {name: importlib.import_module(f"streamkl_cupy.kernels.{name}") for name in sorted(texts)}
+    listed = {f"{kind}_{kernel.family}": kernel for kind, kernels in KERNELS.items() for kernel in kernels}
+    assert {name: module.KERNEL for name, module in modules.items() if hasattr(module, "KERNEL")} == listed
+    assert all(kernel.kind == name.partition("_")[0] for name, kernel in listed.items())
