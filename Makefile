@@ -2,9 +2,9 @@
 PYTHON ?= python
 
 # What a mistake in the host code breaks first: references and judges, the NumPy kernels against them, plans, masks'
-# blocks, what is packed for a kernel, CUDA texts and their seams, and the refusals of a call.
-QUICK = reference compare cases properties numpy_backend patterns planning launch source seams api validate
-.PHONY: quick check test-cpu test-gpu sanitize bench
+# blocks, what is packed for a kernel or handed to a backend, CUDA texts and their seams, and the refusals of a call.
+QUICK = reference compare cases properties numpy_backend patterns planning launch packing handed_down source seams api validate
+.PHONY: quick check test-cpu test-gpu mutate sanitize bench
 
 check: ## lint, format, types
 	$(PYTHON) -m ruff check .
@@ -19,6 +19,9 @@ test-cpu: ## everything a machine without a GPU can prove, compiling included
 
 test-gpu: ## the rest, on the GPU at hand
 	$(PYTHON) -m pytest -m gpu
+
+mutate: ## small faults planted in the host code, one at a time, and what the tests say; about an hour
+	$(PYTHON) tests/mutate.py --count 100 --jobs 2
 
 # memcheck finds accesses out of bounds, racecheck missing barriers, synccheck divergent ones.
 sanitize: ## a matrix of problems under compute-sanitizer, of the CUDA toolkit; a planted fault must be noticed

@@ -5,18 +5,13 @@ By default the hardest kernel of every tile, role and element type; with --slow 
 
 from __future__ import annotations
 
-import itertools
 import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from streamkl_cupy import catalogue
-from streamkl_cupy import compile as compiler
-from streamkl_cupy.errors import CompilerError
 from streamkl_cupy.gpus import facts_for_arch
-from streamkl_cupy.planning import make_plan
 from streamkl_cupy.problem import Problem
 from streamkl_cupy.rules.divergences import DIVERGENCES
 
@@ -67,20 +62,6 @@ def test_every_problem_of_the_catalogue_has_a_plan(arch: str, divergence: str) -
     passes = {"teacher", "student"} if arch == "sm_90" else set()
     gradients = {"teacher_q", "teacher_k", "student_q", "student_k"}
     assert {e.kernel.name for e in listed} == {"forward", "combine", "key_bits"} | gradients | passes
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
-def test_what_joins_the_shares_of_split_keys(arch: str) -> None:
-    """It comes with few rows and many keys, which no problem of the catalogue has."""
-    for dtype, divergence in itertools.product(("bfloat16", "float32"), DIVERGENCES):
-        types = catalogue.ElementTypes(dtype, dtype)
-        few = replace(catalogue.problem((64, 64), types, extents=(1, 100_000)), queries=5, divergence=divergence)
-        plan = make_plan(few, facts_for_arch(arch))
-        assert plan.combine is not None
-        build = compiler.build(plan.combine.text, plan.combine.arch)
-        assert (build.spill_bytes, build.notes) == (0, ())
-        with pytest.raises(CompilerError, match="static"):
-            compiler.build(plan.combine.text + "\nstatic_assert(SKL_THREADS == 0);\n", plan.combine.arch)
 
 
 def test_an_architecture_that_shares_its_kernels_with_others(rng: np.random.Generator) -> None:
