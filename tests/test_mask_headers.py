@@ -11,17 +11,22 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from streamkl_cupy import patterns
 from streamkl_cupy.kernels.work_tiles import cut, survey
+from streamkl_cupy.launch import _mask_words
+from streamkl_cupy.options import parse
 from streamkl_cupy.rules import masks
 from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.source import cuda_root, flatten
-from streamkl_cupy.structs import EXTENTS, FORWARD, MASK_WORDS, row_tiles
+from streamkl_cupy.structs import EXTENTS, FORWARD, row_tiles
+from streamkl_cupy.testing import reference
+from streamkl_cupy.testing.problems import MASK_OPTIONS
+from streamkl_cupy.testing.problems import pattern as pattern_of
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -218,97 +223,75 @@ TILES = [(48, 32), (128, 96)]
 def test_every_pair_is_visited_once(walkers: Any, parts: tuple[str, ...], queries: bool, rng: Any) -> None:
     for trial in range(24):
         rows, columns = TILES[trial % len(TILES)]
-        one_block(walkers(parts, rows, columns, queries), parts, rows, columns, queries, rng)
+        one_block(walkers, parts, rows, columns, queries, rng)
 
 
-def one_block(walk: Walker, parts: tuple[str, ...], rows: int, columns: int, queries: bool, rng: Any) -> None:
+def one_block(walker: Any, parts: tuple[str, ...], rows: int, columns: int, queries: bool, rng: Any) -> None:
     packed = "packed" in parts
     batch, group = 1 if packed else int(rng.integers(1, 3)), int(rng.integers(1, 3))
     heads = group * int(rng.integers(1, 3))
     M, N = int(rng.integers(1, 300)), int(rng.integers(1, 300))
-    extents: dict[str, Any] = {
-        "batch": batch, "heads": heads, "queries": M, "keys": N, "teacher_group": group, "student_group": group,
-        "head_group": int(rng.integers(1, batch * heads + 1)), "sequences": 0,
-    }  # fmt: skip
+    given: dict[str, Any] = {}
+    for name in parts:
+        given |= MASK_OPTIONS[name](rng, batch, M, N)
+    if {"causal", "window"} & {*parts} and rng.integers(2):
+        given["q_offset"] = int(rng.integers(-M - 20, N + 20))
+    if "block_mask" in given and rng.integers(2):
+        given["block_mask"] = pattern_of(rng, heads, M, N)
+    dense = np.broadcast_to(reference.visible(batch, heads, M, N, **given), (batch, heads, M, N))
+    options, values = parse(given)
+    arrays = {name: x for name, x in zip(masks.ARRAYS, values) if x is not None}
+    sequences = len(arrays["cu_seqlens_q"]) - 1 if packed else 0
+    shapes = {name: x.shape for name, x in arrays.items()}
+    spec = masks.spec_of(masks.Asked(options, shapes, masks.Extents(batch, heads, M, N), sequences))
+    walk = walker(spec.parts, rows, columns, queries)
     keep: list[Any] = []
-    words: list[int] = []
 
     def pointer(array: Any) -> int:
         keep.append(np.ascontiguousarray(array))
         return int(keep[-1].ctypes.data)
 
-    dense = np.ones((batch, heads, M, N), np.bool_)
-    given = bool(rng.integers(2))
-    offset = int(rng.integers(-M - 20, N + 20)) if given or not packed else 0
-    left, right = (int(x) for x in rng.integers(-1, 150, 2))
-    distance = np.arange(N) - np.arange(M)[:, None]
-    places = [(0, M, 0, N)]
-    if packed:
-        S = int(rng.integers(0, 6))
-        cu_q, cu_k = (np.sort(rng.integers(0, total + 1, S + 1)).astype(np.int32) for total in (M, N))
-        cu_q[0] = cu_k[0] = 0
-        extents["sequences"] = S
-        places = [(cu_q[s], cu_q[s + 1], cu_k[s], cu_k[s + 1]) for s in range(S)]
-        dense[:] = False
-    for q0, q1, k0, k1 in places:
-        own = (k1 - k0) - (q1 - q0) if packed and not given else 0
-        seen = np.ones((q1 - q0, k1 - k0), np.bool_)
-        span = distance[: q1 - q0, : k1 - k0] - offset - own
-        if "causal" in parts:
-            seen &= span <= 0
-        if "window" in parts:
-            seen &= ((left < 0) | (span >= -left)) & ((right < 0) | (span <= right))
-        dense[:, :, q0:q1, k0:k1] = seen
-    if "causal" in parts:
-        words.append(max(-M, min(offset, N)))
-        if max(-M, min(offset, N)) != offset and packed:
-            return
-    if "window" in parts:
-        words += [left, right, offset]
-    if "lengths" in parts:
-        lengths = rng.integers(0, N + 1, batch).astype(np.int32)
-        words.append(pointer(lengths))
-        dense &= np.arange(N) < lengths[:, None, None, None]
-    if packed:
-        words += [int(given), pointer(cu_q), pointer(cu_k)]
-    if "keys" in parts:
-        mask = rng.random((batch, N)) < rng.choice([0.02, 0.5, 0.98])
-        packed_bits = np.zeros((batch, -(-N // 32) * 4), np.uint8)
-        bits = np.packbits(mask, axis=1, bitorder="little")
-        packed_bits[:, : bits.shape[1]] = bits
-        words.append(pointer(packed_bits))
-        dense &= mask[:, None, None]
-    if "blocks" in parts:
-        sizes = [int(x) for x in rng.choice([16, 32, 48, 64], 2)]
-        shape = (int(rng.choice([1, heads])), -(-M // sizes[0]), -(-N // sizes[1]))
-        blocks = rng.random(shape) < rng.choice([0.1, 0.5, 0.9])
-        pattern = patterns.from_dense(blocks, queries=M, keys=N, block=(sizes[0], sizes[1]))
-        lists = pattern.tile_lists(rows, columns, by_keys=not queries)
-        words += [pointer(x) for x in lists] + [0, shape[0]]
-        for head in range(heads):
-            dense[:, head] &= pattern.visible(np.arange(M)[:, None], np.arange(N), head)
+    pattern = options.block_mask
+    lists = [] if pattern is None else [*pattern.tile_lists(rows, columns, by_keys=not queries), np.zeros(0)]
+    words, places = _mask_words(SimpleNamespace(mask=spec), [pointer(x) for x in lists])  # type: ignore[arg-type]
+    for word, name in places:
+        words[word] = pointer(as_bits(arrays[name]) if masks.ARRAYS[name].bits else arrays[name])
+    extents = {
+        "batch": batch, "heads": heads, "queries": M, "keys": N, "teacher_group": group, "student_group": group,
+        "head_group": int(rng.integers(1, batch * heads + 1)), "sequences": sequences,
+    }  # fmt: skip
     total = M if queries else N
-    extents["tiles"] = row_tiles(total, rows, extents["sequences"])
+    extents["tiles"] = row_tiles(total, rows, sequences)
     out_heads, group = (heads, 1) if queries else (heads // group, group)
     for step, splits, longest in ((1, 1, 0), (-1, 1, 0), (-1, 3, 0), (1, 1, 3))[:: 1 if queries else 3]:
         extents["splits"] = splits
-        if "blocks" in parts:
+        if pattern is not None:
             entries = cut(survey(pattern, rows, columns, not queries, group), longest, group).entries
             extents["tiles"] = entries.shape[1]
-            words[-2] = pointer(entries)
+            last = len([x for part in masks.parts_of(spec) for x in (*part.params, *part.arrays)]) + len(lists) - 1
+            words[last] = pointer(entries)
         seen = np.zeros((batch, heads, M, N), np.uint8)
         written = np.zeros((batch, out_heads, total), np.int32)
         visits = ctypes.c_int()
         blocks = batch * out_heads * extents["tiles"] * splits
-        arrays = [ctypes.c_void_p(x.ctypes.data) for x in (seen, written)]
-        extents["mask"] = words + [0] * (MASK_WORDS - len(words))
-        broken = walk(EXTENTS.pack(extents), blocks, out_heads, group, step, *arrays, ctypes.byref(visits))
-        about = f"M={M} N={N} offset={offset} left={left} right={right} {places} {rows}x{columns} {step} {longest}"
+        out = [ctypes.c_void_p(x.ctypes.data) for x in (seen, written)]
+        broken = walk(
+            EXTENTS.pack({**extents, "mask": words}), blocks, out_heads, group, step, *out, ctypes.byref(visits)
+        )
+        about = f"M={M} N={N} {spec} {given} {rows}x{columns} {step} {longest}"
         assert broken == 0, about
         assert (written == 1).all(), about
         np.testing.assert_array_equal(seen, dense, err_msg=about)
-        if len(parts) <= 1 and not packed:
+        if len(spec.parts) <= 1 and not packed:
             assert visits.value == touched(dense if queries else dense.swapaxes(2, 3), rows, columns), about
+
+
+def as_bits(mask: Any) -> Any:
+    """(B, N) bool as kernels have it: words of 32 keys."""
+    packed = np.zeros((len(mask), -(-mask.shape[1] // 32) * 4), np.uint8)
+    bits = np.packbits(mask, axis=1, bitorder="little")
+    packed[:, : bits.shape[1]] = bits
+    return packed
 
 
 def touched(dense: Any, rows: int, columns: int) -> int:

@@ -112,11 +112,13 @@ def pattern(rng: np.random.Generator, heads: int, M: int, N: int) -> patterns.Bl
     """A random one, of blocks of any size."""
     block = tuple(int(x) for x in rng.choice([16, 32, 48, 128], 2))
     shape = (heads, -(-M // block[0]), -(-N // block[1]))
-    return patterns.from_dense(rng.random(shape) < 0.4, queries=M, keys=N, block=(block[0], block[1]))
+    return patterns.from_dense(
+        rng.random(shape) < rng.choice([0.1, 0.4, 0.9]), queries=M, keys=N, block=(block[0], block[1])
+    )
 
 
 def _window(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
-    return {"window": tuple([None, -1, 0, 1, 17, M, 10**6][i] for i in rng.integers(0, 7, 2))}
+    return {"window": tuple([None, -1, 0, 1, 17, M, 10**6, int(rng.integers(N + 1))][i] for i in rng.integers(0, 8, 2))}
 
 
 def _key_lengths(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
