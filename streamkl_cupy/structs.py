@@ -336,7 +336,7 @@ def fused_workspace(columns: int, dim: int, row_vectors: int) -> Regions:
         "FusedWorkspace",
         (
             Region("sums", "float", columns * dim, "of the queries' gradient, as the accumulators hold them"),
-            Region("terms", "float", columns * row_vectors, "of the queries, as tile/terms.cuh lays them out"),
+            Region("row_stats", "float", columns * row_vectors, "of the queries, as tile/row_stats.cuh lays them out"),
             Region("exponents", "int", 1, "the largest of g * bound; of narrow types only"),
             Region("taken", "u32", 1, "work tiles that blocks have taken beyond their first", once=True),
         ),

@@ -69,23 +69,23 @@ WALK = """
 template <int STEP>
 int walk(const Extents& n, int heads, int group, unsigned char* seen, int* written, int* visits) {
     Block block = block_of(blockIdx.x, n, heads, n.batch * heads, kRowsAreQueries && !Mask::kListed);
-    const Place place = Mask::locate(n, block.head * group, block);
-    const int row_count = kRowsAreQueries ? place.queries : place.keys;
-    const int column_count = kRowsAreQueries ? place.keys : place.queries;
+    const Segment segment = Mask::locate(n, block.head * group, block);
+    const int row_count = kRowsAreQueries ? segment.queries : segment.keys;
+    const int column_count = kRowsAreQueries ? segment.keys : segment.queries;
     const int first = block.tile * kRows, end = min(first + kRows, row_count);
     if (first >= row_count) return Mask::kRagged ? 0 : 1;
-    if (block.shares == 0) return 0;
-    if (block.share == 0 && block.split == 0)
+    if (block.list_splits == 0) return 0;
+    if (block.list_split == 0 && block.split == 0)
         for (int r = first; r < end; ++r)
             ++written[(block.batch * heads + block.head) * (kRowsAreQueries ? n.queries : n.keys) +
-                      (kRowsAreQueries ? place.first_query : place.first_key) + r];
+                      (kRowsAreQueries ? segment.first_query : segment.first_key) + r];
     for (int head = block.head * group; head < (block.head + 1) * group; ++head) {
-        const Mask mask(n, place, block.batch, head);
+        const Mask mask(n, segment, block.batch, head);
         const Range met = kRowsAreQueries ? mask.keys_of(first, end) : mask.queries_of(first, end);
         if (!met.empty() && (met.begin < 0 || met.end > column_count)) return 2;
         int last = STEP > 0 ? -1 : 1 << 30;
         Range tiles = covering(met, kColumns);
-        tiles.meet(block.streamed);
+        tiles.intersect(block.streamed);
         const Range steps = split_of(mask.steps_of(first, tiles), block, n);
         for (Cursor<Mask, STEP> at(mask, {first, end}, steps); at.more(); at.next()) {
             if (STEP * (at.tile() - last) <= 0) return 3;
@@ -100,15 +100,15 @@ int walk(const Extents& n, int heads, int group, unsigned char* seen, int* writt
                     column = column || visible;
                     all = all && visible;
                     if (!visible) continue;
-                    const i64 row = (i64(block.batch) * n.heads + head) * n.queries + place.first_query + q;
-                    ++seen[row * n.keys + place.first_key + k];
+                    const i64 row = (i64(block.batch) * n.heads + head) * n.queries + segment.first_query + q;
+                    ++seen[row * n.keys + segment.first_key + k];
                 }
                 any = any || column;
-                if (c < column_count && (met.contains(c) && at.meets(first, end, c)) != column) return 4;
+                if (c < column_count && (met.contains(c) && at.streamed_seen(first, end, c)) != column) return 4;
             }
             if (at.full(first, end) && !all) return 5;
-            if (any && !at.touches(first, end)) return 6;
-            if (Mask::kHoles && !at.touches(first, end)) return 7;
+            if (any && !at.any_visible(first, end)) return 6;
+            if (Mask::kHoles && !at.any_visible(first, end)) return 7;
         }
     }
     return 0;

@@ -10,7 +10,7 @@ struct Range {
     int begin, end;
     __device__ bool contains(int i) const { return i >= begin && i < end; }
     __device__ bool empty() const { return end <= begin; }
-    __device__ void meet(Range other) {
+    __device__ void intersect(Range other) {
         begin = max(begin, other.begin);
         end = min(end, other.end);
     }

@@ -1,4 +1,4 @@
-// Joins the row states that the blocks of a split forward left behind. One thread per row; shares are merged in their order,
+// Joins the row states that the blocks of a split forward left behind. One thread per row; splits are merged in their order,
 // so the result does not depend on who finished first.
 #include "common/args.cuh"
 #include "common/math.cuh"

@@ -70,11 +70,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
     Block block = block_of(blockIdx.x, n, n.heads, n.batch * n.heads, !Mask::kListed);
-    const Place place = Mask::locate(n, block.head, block);
-    const Mask mask(n, place, block.batch, block.head);
+    const Segment segment = Mask::locate(n, block.head, block);
+    const Mask mask(n, segment, block.batch, block.head);
 
-    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, place.queries);
-    if (Mask::kRagged && first_row >= place.queries) return;
+    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, segment.queries);
+    if (Mask::kRagged && first_row >= segment.queries) return;
     const Range rows{first_row, end_row}, keys = mask.keys_of(first_row, end_row);
     const Range steps = mask.steps_of(first_row, covering(keys, kColumns));
     Cursor<Mask> at(mask, rows, split_of(steps, block, n));
@@ -82,11 +82,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile tq{base};
     const StudentTile sq{base + TeacherTile::bytes(kRows)};
-    Keys fetch{base + kQueryBytes, head_view<TeacherTile>(args.in.teacher_k, block.batch, block.head / n.teacher_group, place.first_key),
-               head_view<StudentTile>(args.in.student_k, block.batch, block.head / n.student_group, place.first_key), keys, at};
+    Keys fetch{base + kQueryBytes, head_view<TeacherTile>(args.in.teacher_k, block.batch, block.head / n.teacher_group, segment.first_key),
+               head_view<StudentTile>(args.in.student_k, block.batch, block.head / n.student_group, segment.first_key), keys, at};
 
-    load_rows<kRows, SKL_TQ_VECTOR>(tq, head_view<TeacherTile>(args.in.teacher_q, block.batch, block.head, place.first_query), first_row, rows);
-    load_rows<kRows, SKL_SQ_VECTOR>(sq, head_view<StudentTile>(args.in.student_q, block.batch, block.head, place.first_query), first_row, rows);
+    load_rows<kRows, SKL_TQ_VECTOR>(tq, head_view<TeacherTile>(args.in.teacher_q, block.batch, block.head, segment.first_query), first_row, rows);
+    load_rows<kRows, SKL_SQ_VECTOR>(sq, head_view<StudentTile>(args.in.student_q, block.batch, block.head, segment.first_query), first_row, rows);
     cp_async_commit();
     fill_ring(fetch);
 
@@ -118,10 +118,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         absorb_tile<kTiles>(state, t, s, at.mask, row, at.full(first_row, end_row), key, args.teacher_scale, args.student_scale);
     }
     if constexpr (kCommon) {
-        cp_async_wait<0>();  // a share without tiles has not waited for its queries
+        cp_async_wait<0>();  // a split without tiles has not waited for its queries
         __syncthreads();
-        write_rows(args, block, place, state, row, Offsets{tq, sq, common_t, common_s, warp_row + Accumulators::first_row(lane), args.teacher_scale, args.student_scale});
+        write_rows(args, block, segment, state, row, Offsets{tq, sq, common_t, common_s, warp_row + Accumulators::first_row(lane), args.teacher_scale, args.student_scale});
     } else {
-        write_rows(args, block, place, state, row);
+        write_rows(args, block, segment, state, row);
     }
 }

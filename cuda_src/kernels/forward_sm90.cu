@@ -27,8 +27,8 @@
 #include "@score"
 #include "tile/rows.cuh"
 
-using Teacher = Operand<SKL_T_ELEMENT, SKL_T_DIM>;
-using Student = Operand<SKL_S_ELEMENT, SKL_S_DIM>;
+using Teacher = SwizzledTile<SKL_T_ELEMENT, SKL_T_DIM>;
+using Student = SwizzledTile<SKL_S_ELEMENT, SKL_S_DIM>;
 
 constexpr int kGroups = kWarps / 4;
 constexpr int kTiles = kColumns / 8;
@@ -50,10 +50,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     const ForwardArgs& args = all.base;
     const Extents& n = args.n;
     Block block = block_of(blockIdx.x, n, n.heads, n.batch * n.heads, !Mask::kListed);
-    const Place place = Mask::locate(n, block.head, block);
-    const Mask mask(n, place, block.batch, block.head);
-    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, place.queries);
-    if (Mask::kRagged && first_row >= place.queries) return;
+    const Segment segment = Mask::locate(n, block.head, block);
+    const Mask mask(n, segment, block.batch, block.head);
+    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, segment.queries);
+    if (Mask::kRagged && first_row >= segment.queries) return;
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
@@ -78,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
         registers_lower<SKL_PRODUCER_REGISTERS>();
         if (threadIdx.x == kThreads) {
             mbarrier_expect(queries_here, kQueryBytes);
-            load_chunks<kRows>(queries_t, all.teacher_q, queries_here, 0, Teacher::kChunks, place.first_query + first_row, block.head,
+            load_chunks<kRows>(queries_t, all.teacher_q, queries_here, 0, Teacher::kChunks, segment.first_query + first_row, block.head,
                                 block.batch);
-            load_chunks<kRows>(queries_s, all.student_q, queries_here, 0, Student::kChunks, place.first_query + first_row, block.head,
+            load_chunks<kRows>(queries_s, all.student_q, queries_here, 0, Student::kChunks, segment.first_query + first_row, block.head,
                                 block.batch);
             const int head_t = block.head / n.teacher_group, head_s = block.head / n.student_group;
             for (; walk.more(); walk.next()) {
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
                     mbarrier_wait(empty + 8 * at.slot, at.parity ^ 1);
                     mbarrier_expect(barrier, chunks * kColumns * 128);
                     load_chunks<kColumns>(ring + at.slot * kPieceBytes, teacher ? all.teacher_k : all.student_k, barrier, first_chunk,
-                                          chunks, place.first_key + walk.row(), teacher ? head_t : head_s, block.batch);
+                                          chunks, segment.first_key + walk.row(), teacher ? head_t : head_s, block.batch);
                     at.advance();
                 }
             }
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     }
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
-    const int lane = lane_id(), group_row = first_row + 64 * group, group_end = min(group_row + 64, place.queries);
+    const int lane = lane_id(), group_row = first_row + 64 * group, group_end = min(group_row + 64, segment.queries);
     const int row = group_row + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane);
     const Range mine = mask.keys_of(group_row, group_end);
     RowState state[kLaneRows];
@@ -118,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
 
     for (; walk.more(); walk.next()) {
         const int key = walk.row();
-        if (group_row >= place.queries || key >= mine.end || key + kColumns <= mine.begin ||
-            (Mask::kListed && !walk.touches(group_row, group_end))) {
+        if (group_row >= segment.queries || key >= mine.end || key + kColumns <= mine.begin ||
+            (Mask::kListed && !walk.any_visible(group_row, group_end))) {
             for (int p = 0; p < kPieces; ++p) {
                 warp_wait(full + 8 * at.slot, at.parity);  // or two arrivals could fall into one phase
                 release(at.slot);
@@ -149,14 +149,14 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
             at.advance();
         }
         wgmma_wait<0>();
-        settle(t[0]);
-        settle(s[0]);
+        fence_accumulators(t[0]);
+        fence_accumulators(s[0]);
         if (kLong) {
-            settle(rest[0]);
+            fence_accumulators(rest[0]);
             add<kTiles>(t, rest);
         }
         release(previous);
         absorb_tile<kTiles>(state, t, s, walk.mask, row, walk.full(group_row, group_end), key, args.teacher_scale, args.student_scale);
     }
-    write_rows(args, block, place, state, row);
+    write_rows(args, block, segment, state, row);
 }

@@ -20,7 +20,7 @@
 #include "@mask"
 #include "@divergence"
 #include "@score"
-#include "tile/terms.cuh"
+#include "tile/row_stats.cuh"
 #include "tile/task.cuh"
 #include "tile/common_part.cuh"
 
@@ -52,24 +52,24 @@ __device__ inline bool counts(u32 vectors, int j) {
 // that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
 // one would be turned into selections that every tile pays for.
 template <bool MASKED>
-__device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s, const RowTerms (&terms)[kWarpTiles][Accumulators::kRows], u32 vectors,
-                                       float lift, const Mask& mask, int row, int first_column, float ct, float cs) {
+__device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s, const RowStats (&stats)[kWarpTiles][Accumulators::kRows], u32 vectors,
+                                       float scale, const Mask& mask, int row, int first_column, float ct, float cs) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
         const int column = 8 * c + Accumulators::first_column(lane_id());
-        RowTerms streamed[2];
+        RowStats streamed[2];
         if constexpr (!kRowsAreQueries) {
             const float2 lse_t = shared_float2(vectors + 4 * column), lse_s = shared_float2(vectors + 4 * (kColumns + column));
             const float2 g = shared_float2(vectors + 4 * (2 * kColumns + column));
             const float2 value = Logit::kNeedsValue ? shared_float2(vectors + 4 * (3 * kColumns + column)) : make_float2(0.f, 0.f);
-            streamed[0] = {kLog2e * lse_t.x, kLog2e * lse_s.x, lift * g.x, kLog2e * value.x};
-            streamed[1] = {kLog2e * lse_t.y, kLog2e * lse_s.y, lift * g.y, kLog2e * value.y};
+            streamed[0] = {kLog2e * lse_t.x, kLog2e * lse_s.x, scale * g.x, kLog2e * value.x};
+            streamed[1] = {kLog2e * lse_t.y, kLog2e * lse_s.y, scale * g.y, kLog2e * value.y};
         }
 #pragma unroll
         for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const RowTerms& x = kRowsAreQueries ? terms[m][Accumulators::row(e)] : streamed[Accumulators::column(e)];
+                const RowStats& x = kRowsAreQueries ? stats[m][Accumulators::row(e)] : streamed[Accumulators::column(e)];
                 float dx = dot_gradient<kSide>(t[m][c][e], s[m][c][e], x, ct, cs);
                 if constexpr (!kRowsAreQueries)
                     dx *= x.weight;
@@ -165,7 +165,7 @@ struct Stream {
     __device__ u32 stage(int i) const { return ring + (i % kStages) * kStageBytes; }
     __device__ TeacherTile teacher(int i) const { return {stage(i)}; }
     __device__ StudentTile student(int i) const { return {stage(i) + TeacherTile::bytes(kColumns)}; }
-    __device__ OutTile own(int i) const { return {kSide == kTeacher ? teacher(i).base : student(i).base}; }
+    __device__ OutTile grad(int i) const { return {kSide == kTeacher ? teacher(i).base : student(i).base}; }
     __device__ u32 vectors(int i) const { return stage(i) + kTileBytes; }
     __device__ bool more() const { return ahead.more(); }
 
@@ -173,7 +173,7 @@ struct Stream {
         const int first = ahead.row();
         constexpr int at_once = Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
         const bool full = ahead.full(task.rows.begin, task.rows.end);
-        const auto met = [this, full](int column) { return full || ahead.meets(task.rows.begin, task.rows.end, column); };
+        const auto met = [this, full](int column) { return full || ahead.streamed_seen(task.rows.begin, task.rows.end, column); };
         load_rows<kColumns, kRowsAreQueries ? SKL_TK_VECTOR : SKL_TQ_VECTOR, at_once>(teacher(i), teacher_view, first, valid, met);
         load_rows<kColumns, kRowsAreQueries ? SKL_SK_VECTOR : SKL_SQ_VECTOR, at_once>(student(i), student_view, first, valid, met);
         if constexpr (!kRowsAreQueries) {
@@ -181,7 +181,7 @@ struct Stream {
                 const int which = j / kColumns, q = first + j % kColumns;
                 const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;
                 const bool inside = valid.contains(q);
-                cp_async_4(vectors(i) + 4 * j, row_vector(x, task.block.batch, head, task.place.first_query) + (inside ? q * x.row : 0),
+                cp_async_4(vectors(i) + 4 * j, row_vector(x, task.block.batch, head, task.segment.first_query) + (inside ? q * x.row : 0),
                            inside ? 4 : 0);
             }
         }
@@ -189,12 +189,12 @@ struct Stream {
     }
 };
 
-// What the sums must be multiplied by is known where they are written; so is the place, found anew: registers are dear in the loop.
+// What the sums must be multiplied by is known where they are written; so is the segment, found anew: registers are dear in the loop.
 __device__ inline void write(const GradientArgs& args, const Block& block, const Strip<kOutTiles>& out, int row, int exponent) {
     constexpr int bytes = OutElement::kBytes;
     const Extents& n = args.n;
     const Task again(n);
-    const Place& here = again.place;
+    const Segment& here = again.segment;
     const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
     const u64 head_base =
         args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
@@ -207,7 +207,7 @@ __device__ inline void write(const GradientArgs& args, const Block& block, const
             const int r = row + 16 * m + Accumulators::below(half);
             float factor = gradient_factor<kSide>(args.out_scale);
             if constexpr (kRowsAreQueries) {
-                const RowTerms x = read_terms(args, mask, block.batch, block.head, r);
+                const RowStats x = read_row_stats(args, mask, block.batch, block.head, r);
                 factor *= x.weight;
                 if constexpr (OutElement::kNarrowExponent) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
             } else if constexpr (OutElement::kNarrowExponent) {
@@ -234,14 +234,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const Extents& n = args.n;
     const Task task(n);
     const Block& block = task.block;
-    const Place& place = task.place;
+    const Segment& segment = task.segment;
     const int first_row = task.rows.begin, end_row = task.rows.end;
     if (Mask::kRagged && first_row >= task.row_count) return;
 
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile rows_t{base};
     const StudentTile rows_s{base + TeacherTile::bytes(kRows)};
-    const OutTile own_rows{kSide == kTeacher ? rows_t.base : rows_s.base};
+    const OutTile grad_rows{kSide == kTeacher ? rows_t.base : rows_s.base};
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
     const int row = first_row + warp_row + Accumulators::first_row(lane);
@@ -250,17 +250,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     Strip<kOutTiles> out;
     clear<kOutTiles>(out);
     int exponent = kLowestExponent;
-    RowTerms terms[kWarpTiles][Accumulators::kRows];
+    RowStats stats[kWarpTiles][Accumulators::kRows];
 
     for (int head = task.first_head; head < task.end_head; ++head) {
         const Mask mask = task.mask(n, head);
-        const Range columns = Task::met_by(mask, task.rows);
+        const Range columns = Task::streamed_of(mask, task.rows);
         Cursor<Mask> at(mask, task.rows, mask.steps_of(first_row, covering(columns, kColumns)));
         Common common{base + kRowBytes + kStages * kStageBytes};
-        const HeadView queries_t = head_view<TeacherTile>(args.in.teacher_q, block.batch, head, place.first_query);
-        const HeadView queries_s = head_view<StudentTile>(args.in.student_q, block.batch, head, place.first_query);
-        const HeadView keys_t = head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group, place.first_key);
-        const HeadView keys_s = head_view<StudentTile>(args.in.student_k, block.batch, head / n.student_group, place.first_key);
+        const HeadView queries_t = head_view<TeacherTile>(args.in.teacher_q, block.batch, head, segment.first_query);
+        const HeadView queries_s = head_view<StudentTile>(args.in.student_q, block.batch, head, segment.first_query);
+        const HeadView keys_t = head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group, segment.first_key);
+        const HeadView keys_s = head_view<StudentTile>(args.in.student_k, block.batch, head / n.student_group, segment.first_key);
         Stream fetch{base + kRowBytes, args, task, head, kRowsAreQueries ? keys_t : queries_t, kRowsAreQueries ? keys_s : queries_s, columns, at};
 
         cp_async_wait<0>();  // a head whose list is empty has waited for nothing, not even for its rows
@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
                 for (int half = 0; half < Accumulators::kRows; ++half)
-                    terms[m][half] = read_terms(args, mask, block.batch, head, row + 16 * m + Accumulators::below(half));
+                    stats[m][half] = read_row_stats(args, mask, block.batch, head, row + 16 * m + Accumulators::below(half));
         }
         if constexpr (Common::kPossible) {
             common.find(kSide == kTeacher ? keys_t : keys_s, KeySample(at, columns));
@@ -286,34 +286,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 #pragma unroll
                 for (int half = 0; half < Accumulators::kRows; ++half) {
                     const int r = warp_row + Accumulators::first_row(lane) + 16 * m + Accumulators::below(half);
-                    float& lse = kSide == kTeacher ? terms[m][half].lse_t : terms[m][half].lse_s;
-                    lse = -Score<kSide>::logit(common.times(own_rows, r), kSide == kTeacher ? ct : cs, lse);
+                    float& lse = kSide == kTeacher ? stats[m][half].lse_t : stats[m][half].lse_s;
+                    lse = -Score<kSide>::logit(common.times(grad_rows, r), kSide == kTeacher ? ct : cs, lse);
                 }
         }
-        const auto leave_common = [&common, &fetch](int stage) { common.template leave<kColumns>(fetch.own(stage)); };
+        const auto leave_common = [&common, &fetch](int stage) { common.template leave<kColumns>(fetch.grad(stage)); };
         for (int i = 0; at.more(); ++i, at.next()) {
             advance_ring(i, fetch, leave_common);
             const int first_column = at.row();
             const bool full = at.full(first_row, end_row);
             const u32 vectors = fetch.vectors(i);
-            float lift = 1.f;
-            if constexpr (!kRowsAreQueries && OutElement::kNarrowExponent) lift = rescale(out, exponent, vectors, columns, first_column);
+            float scale = 1.f;
+            if constexpr (!kRowsAreQueries && OutElement::kNarrowExponent) scale = rescale(out, exponent, vectors, columns, first_column);
 
             Strip<kTiles> t, s;
             scores<kTiles>(t, rows_t, warp_row, fetch.teacher(i));
             scores<kTiles>(s, rows_s, warp_row, fetch.student(i));
 
             if (full)
-                logit_gradients<false>(t, s, terms, vectors, lift, at.mask, row, first_column, ct, cs);
+                logit_gradients<false>(t, s, stats, vectors, scale, at.mask, row, first_column, ct, cs);
             else
-                logit_gradients<true>(t, s, terms, vectors, lift, at.mask, row, first_column, ct, cs);
+                logit_gradients<true>(t, s, stats, vectors, scale, at.mask, row, first_column, ct, cs);
 
             OutFragments a;
 #pragma unroll
             for (int k = 0; k < kTiles / 2; ++k)
 #pragma unroll
                 for (int m = 0; m < kWarpTiles; ++m) accumulators_to_a<OutTile::kCode>(a[k][m], t[m][2 * k], t[m][2 * k + 1]);
-            accumulate(out, a, fetch.own(i));
+            accumulate(out, a, fetch.grad(i));
         }
     }
     write(args, block, out, row, exponent);

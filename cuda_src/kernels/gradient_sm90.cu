@@ -6,7 +6,7 @@
 //
 //   block     kRows = kGroups x 64 rows of both sides, resident in shared memory
 //   producer  one warp; streams the other operand's rows, kColumns at a time, through a ring of kRing slots that hold a
-//             tile of both sides, and for stationary keys what the queries contribute (tile/terms.cuh)
+//             tile of both sides, and for stationary keys what the queries contribute (tile/row_stats.cuh)
 //   consumers kGroups warpgroups, 64 rows each: T and S (64 x kColumns) in registers become dX, which packed as operand A
 //             is multiplied with the tile it came from, read transposed. That product and the next tile's T and S are one
 //             batch for the matrix unit, and while one warpgroup waits for it the others compute: they share only barriers.
@@ -37,15 +37,15 @@
 #include "@mask"
 #include "@divergence"
 #include "@score"
-#include "tile/terms.cuh"
+#include "tile/row_stats.cuh"
 #include "tile/task.cuh"
 
-using Teacher = Operand<SKL_T_ELEMENT, SKL_T_DIM>;
-using Student = Operand<SKL_S_ELEMENT, SKL_S_DIM>;
+using Teacher = SwizzledTile<SKL_T_ELEMENT, SKL_T_DIM>;
+using Student = SwizzledTile<SKL_S_ELEMENT, SKL_S_DIM>;
 
 using Out = OfSide<kSide, Teacher, Student>::Type;
 using OutElement = Element<Out::kCode>;
-using Terms = TermLayout<kColumns>;
+using Stats = RowStatsLayout<kColumns>;
 
 constexpr bool kNarrow = OutElement::kNarrowExponent;  // gradients of logits are scaled by powers of two
 constexpr int kGroups = kWarps / 4;
@@ -54,24 +54,24 @@ constexpr int kOutTiles = 2 * Out::kSteps;
 constexpr int kRing = SKL_STAGES;
 constexpr int kRowBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
 constexpr int kTileBytes = Teacher::bytes(kColumns) + Student::bytes(kColumns);
-constexpr int kTermBytes = kRowsAreQueries ? 0 : Terms::kFloats * 4 + 16;  // the 16: an exponent
-constexpr int kTermsPerLane = ceil_div(kColumns, 32);                      // of the producer
+constexpr int kStatsBytes = kRowsAreQueries ? 0 : Stats::kFloats * 4 + 16;  // the 16: an exponent
+constexpr int kStatsPerLane = ceil_div(kColumns, 32);                      // of the producer
 constexpr int kHeld = SKL_HELD_STEPS;                                      // of the teacher's resident rows
 constexpr bool kAhead = SKL_AHEAD;  // the next tile's scores are multiplied while this one's gradients are computed
 constexpr int kBarriers = 2 * kRing + 2;
 
 static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
 static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of the next one, or the one after that");
-static_assert(1024 + kRowBytes + kRing * (kTileBytes + kTermBytes) + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
+static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 // Shared memory, as addresses.
 struct Layout {
-    u32 rows, ring, terms_ring, barriers;
+    u32 rows, ring, stats_ring, barriers;
     __device__ explicit Layout(u32 base)
-        : rows(base), ring(base + kRowBytes), terms_ring(ring + kRing * kTileBytes), barriers(terms_ring + kRing * kTermBytes) {}
+        : rows(base), ring(base + kRowBytes), stats_ring(ring + kRing * kTileBytes), barriers(stats_ring + kRing * kStatsBytes) {}
     __device__ u32 tile(int slot) const { return ring + slot * kTileBytes; }
-    __device__ u32 terms(int slot) const { return terms_ring + slot * kTermBytes; }
-    __device__ u32 exponent(int slot) const { return terms(slot) + Terms::kFloats * 4; }
+    __device__ u32 stats(int slot) const { return stats_ring + slot * kStatsBytes; }
+    __device__ u32 exponent(int slot) const { return stats(slot) + Stats::kFloats * 4; }
     __device__ u32 full(int slot) const { return barriers + 8 * slot; }
     __device__ u32 empty(int slot) const { return barriers + 8 * (kRing + slot); }
     __device__ u32 rows_here() const { return barriers + 8 * (2 * kRing); }
@@ -97,7 +97,7 @@ struct RowVectors {
         : lse_t(row_vector(args.teacher_lse, b, h, first)), lse_s(row_vector(args.student_lse, b, h, first)), weight(row_vector(args.grad, b, h, first)),
           value(Logit::kNeedsValue ? row_vector(args.value, b, h, first) : nullptr) {}
     // As they stand in memory, which holds anything for a row that sees no key: its pairs are hidden later.
-    __device__ RowTerms at(const GradientArgs& args, int q) const {
+    __device__ RowStats at(const GradientArgs& args, int q) const {
         return {lse_t[q * args.teacher_lse.row], lse_s[q * args.student_lse.row], weight[q * args.grad.row],
                 Logit::kNeedsValue ? value[q * args.value.row] : 0.f};
     }
@@ -108,7 +108,7 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
     const GradientArgs& args = all.base;
     const Extents& n = args.n;
     const int lane = lane_id(), batch = task.block.batch;
-    const int first_query = task.place.first_query, first_key = task.place.first_key;
+    const int first_query = task.segment.first_query, first_key = task.segment.first_key;
     RingCursor<kRing> at;
     u32 free_parity = 0;
     int exponent = kLowestExponent;
@@ -131,11 +131,11 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
             }
             __syncwarp();
         }
-        RowTerms x[kTermsPerLane];  // read one tile ahead, and not touched before: memory is far
-        const auto read = [&x, &vectors, &args, lane, last = task.place.queries - 1](int first) {
+        RowStats x[kStatsPerLane];  // read one tile ahead, and not touched before: memory is far
+        const auto read = [&x, &vectors, &args, lane, last = task.segment.queries - 1](int first) {
             if constexpr (!kRowsAreQueries)
 #pragma unroll
-                for (int i = 0; i < kTermsPerLane; ++i) x[i] = vectors.at(args, min(first + lane + 32 * i, last));
+                for (int i = 0; i < kStatsPerLane; ++i) x[i] = vectors.at(args, min(first + lane + 32 * i, last));
         };
         Cursor<Mask> walk = task.walk(mask);
         if (walk.more()) read(walk.row());
@@ -151,29 +151,29 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
             }
             if constexpr (!kRowsAreQueries) {
 #pragma unroll
-                for (int i = 0; i < kTermsPerLane; ++i) {
+                for (int i = 0; i < kStatsPerLane; ++i) {
                     x[i].lse_t *= kLog2e;
                     x[i].lse_s *= kLog2e;
                     x[i].value *= kLog2e;
                 }
-                float lift = 1.f;
+                float scale = 1.f;
                 if constexpr (kNarrow) {
 #pragma unroll
-                    for (int i = 0; i < kTermsPerLane; ++i) {
+                    for (int i = 0; i < kStatsPerLane; ++i) {
                         const int q = first + lane + 32 * i, e = exponent_of(x[i].weight * Logit::bound(x[i].value));
-                        const bool seen = (q < task.place.queries) & !mask.keys_of(q, q + 1).empty() & (x[i].lse_t != -infinity());
+                        const bool seen = (q < task.segment.queries) & !mask.keys_of(q, q + 1).empty() & (x[i].lse_t != -infinity());
                         if (seen & (e < 127)) exponent = max(exponent, e);
                     }
                     exponent = __reduce_max_sync(~0u, exponent);
-                    lift = power_of_two(max(kTopExponent - exponent, -126));
+                    scale = power_of_two(max(kTopExponent - exponent, -126));
                     if (lane == 0) *reinterpret_cast<int*>(__cvta_shared_to_generic(shared.exponent(at.slot))) = exponent;
                 }
-                float* const terms = reinterpret_cast<float*>(__cvta_shared_to_generic(shared.terms(at.slot)));
+                float* const stats = reinterpret_cast<float*>(__cvta_shared_to_generic(shared.stats(at.slot)));
 #pragma unroll
-                for (int i = 0; i < kTermsPerLane; ++i) {
+                for (int i = 0; i < kStatsPerLane; ++i) {
                     if (kColumns % 32 > 0 && lane + 32 * i >= kColumns) continue;
-                    if constexpr (kNarrow) x[i].weight *= lift;
-                    Terms::write(terms, lane + 32 * i, x[i]);
+                    if constexpr (kNarrow) x[i].weight *= scale;
+                    Stats::write(stats, lane + 32 * i, x[i]);
                 }
             }
             __syncwarp();  // what all lanes wrote, before one arrives for them
@@ -186,15 +186,15 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
 }
 
 // t becomes the gradient of the logits.
-__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4], const RowTerms (&rows)[Accumulators::kRows], u32 terms, float ct,
+__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4], const RowStats (&rows)[Accumulators::kRows], u32 stats, float ct,
                                        float cs) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
-        RowTerms streamed[2];
-        if constexpr (!kRowsAreQueries) Terms::read(streamed, terms, 4 * c + Accumulators::pair(lane_id()));
+        RowStats streamed[2];
+        if constexpr (!kRowsAreQueries) Stats::read(streamed, stats, 4 * c + Accumulators::pair(lane_id()));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const RowTerms& x = kRowsAreQueries ? rows[Accumulators::row(e)] : streamed[Accumulators::column(e)];
+            const RowStats& x = kRowsAreQueries ? rows[Accumulators::row(e)] : streamed[Accumulators::column(e)];
             t[c][e] = dot_gradient<kSide>(t[c][e], s[c][e], x, ct, cs);
             if constexpr (!kRowsAreQueries || kNarrow) t[c][e] *= x.weight;
         }
@@ -235,7 +235,7 @@ __device__ inline void multiply_out(float (&out)[TILES][4], const Gradients& a, 
 // A consumer: one warpgroup, which has 64 of the resident rows.
 struct Consumer {
     using Scores = float[kTiles][4];
-    using OwnTerms = RowTerms[Accumulators::kRows];
+    using LaneStats = RowStats[Accumulators::kRows];
     using Sums = float[kOutTiles][4];
     using Held = HeldRows<kHeld>;
 
@@ -253,25 +253,25 @@ struct Consumer {
     RingCursor<kRing> at, done;
     u32 rows_parity = 0;
     // Variables of the kernel: the compiler takes arrays that lie in a struct for memory for most of its way.
-    OwnTerms& terms;
+    LaneStats& stats;
     Sums& out;
     Held& held;
 
-    __device__ Consumer(const GradientArgs& args, const Task& task, const Layout& shared, int group, OwnTerms& terms, Sums& out, Held& held)
+    __device__ Consumer(const GradientArgs& args, const Task& task, const Layout& shared, int group, LaneStats& stats, Sums& out, Held& held)
         : args(args), task(task), shared(shared), group(group), lane(lane_id()), ct(args.teacher_scale), cs(args.student_scale),
           mask(task.mask(args.n, task.first_head)),
           own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)},
-          mine(own.begin < own.end ? covering(Task::met_by(mask, own), kColumns) : Range{0, 0}),
+          mine(own.begin < own.end ? covering(Task::streamed_of(mask, own), kColumns) : Range{0, 0}),
           row(own.begin + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane)),
           rows_t(swizzled_descriptor(shared.rows + group * 64 * 128)), rows_s(rows_t + (Teacher::bytes(kRows) >> 4)),
           ring_t(swizzled_descriptor(shared.ring)), ring_s(ring_t + (Teacher::bytes(kColumns) >> 4)),
-          ring_out(swizzled_descriptor(shared.ring + out_offset(kColumns), kColumns * 128)), terms(terms), out(out), held(held) {
+          ring_out(swizzled_descriptor(shared.ring + out_offset(kColumns), kColumns * 128)), stats(stats), out(out), held(held) {
         if constexpr (kRowsAreQueries) {
 #pragma unroll
             for (int half = 0; half < Accumulators::kRows; ++half) {
-                terms[half] = read_terms(args, mask, task.block.batch, task.block.head, row + Accumulators::below(half));
+                stats[half] = read_row_stats(args, mask, task.block.batch, task.block.head, row + Accumulators::below(half));
                 if constexpr (kNarrow)
-                    terms[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(terms[half].value)));
+                    stats[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(stats[half].value)));
             }
         }
 #pragma unroll
@@ -303,7 +303,7 @@ struct Consumer {
     __device__ void write() {
         constexpr int bytes = OutElement::kBytes;
         const Block& block = task.block;
-        const int first_out = kRowsAreQueries ? task.place.first_query : task.place.first_key;
+        const int first_out = kRowsAreQueries ? task.segment.first_query : task.segment.first_key;
         const u64 head_base =
             args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
 #pragma unroll
@@ -311,7 +311,7 @@ struct Consumer {
             const int r = row + Accumulators::below(half);
             float factor = gradient_factor<kSide>(args.out_scale);
             if constexpr (kRowsAreQueries) {
-                const RowTerms x = read_terms(args, mask, block.batch, block.head, r);  // again: registers are dear above
+                const RowStats x = read_row_stats(args, mask, block.batch, block.head, r);  // again: registers are dear above
                 factor *= x.weight;
                 if constexpr (kNarrow) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
             } else if constexpr (kNarrow) {
@@ -325,7 +325,7 @@ struct Consumer {
         }
         if constexpr (Mask::kListed) {
             const int out_heads = args.n.heads / (task.end_head - task.first_head);
-            if (block.shares > 1 && !add_shares(out, block, block.batch * out_heads + block.head, args)) return;
+            if (block.list_splits > 1 && !add_partials(out, block, block.batch * out_heads + block.head, args)) return;
         }
 #pragma unroll
         for (int half = 0; half < Accumulators::kRows; ++half) {
@@ -354,7 +354,7 @@ private:
         release();
     }
     __device__ bool wanted(const Cursor<Mask>& walk) const {
-        return walk.tile() >= mine.begin && walk.tile() < mine.end && (!Mask::kListed || walk.touches(own.begin, own.end));
+        return walk.tile() >= mine.begin && walk.tile() < mine.end && (!Mask::kListed || walk.any_visible(own.begin, own.end));
     }
     __device__ void multiply_scores(Scores& t, Scores& s) const {  // of the tile at hand
         const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
@@ -367,10 +367,10 @@ private:
         multiply_scores(t, s);
         wgmma_commit();
         wgmma_wait<0>();
-        settle(t);
-        settle(s);
+        fence_accumulators(t);
+        fence_accumulators(s);
     }
-    __device__ void gradients_of(Scores& t, const Scores& s, int slot) const { logit_gradients(t, s, terms, shared.terms(slot), ct, cs); }
+    __device__ void gradients_of(Scores& t, const Scores& s, int slot) const { logit_gradients(t, s, stats, shared.stats(slot), ct, cs); }
     __device__ void hide_unseen(Scores& dx, const Cursor<Mask>& walk, int slot) const {
         hide(dx, walk.mask, row, walk.row());
         clear_non_finite<OutElement, kColumns, Out::kChunks>(shared.tile(slot) + out_offset(kColumns), kWarpgroup + group);
@@ -401,7 +401,7 @@ private:
         accumulate(a, slot);
         wgmma_commit();
         wgmma_wait<0>();
-        settle(out);
+        fence_accumulators(out);
         release();
     }
 
@@ -411,7 +411,7 @@ private:
         for (; walk.more() && walk.tile() < mine.end; walk.next()) {
             if (Mask::kListed && !wanted(walk)) {
                 wgmma_wait<0>();
-                settle(out);
+                fence_accumulators(out);
                 if (pending) release();
                 pending = false;
                 skip();
@@ -421,7 +421,7 @@ private:
             const int slot = at.slot;
             Scores t, s;
             multiply_scores_now(t, s);
-            settle(out);
+            fence_accumulators(out);
             if (pending) release();
             pending = true;
             rescale(slot);
@@ -440,7 +440,7 @@ private:
             wgmma_commit();
         }
         wgmma_wait<0>();
-        settle(out);
+        fence_accumulators(out);
         if (pending) release();
     }
 
@@ -461,10 +461,10 @@ private:
         }
         gradients_of(t, s, slot);
         if constexpr (MORE || !FIRST) wgmma_wait<0>();
-        settle(out);
+        fence_accumulators(out);
         if constexpr (MORE) {
-            settle(next_t);
-            settle(next_s);
+            fence_accumulators(next_t);
+            fence_accumulators(next_s);
         }
         pack(a, t);
         if constexpr (!FIRST) release();
@@ -523,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     extern __shared__ unsigned char memory[];
     Task task(all.base.n);
     if (Mask::kRagged && task.rows.begin >= task.row_count) return;
-    if (Mask::kListed && !settle_shares(task.block, all.base)) return;
+    if (Mask::kListed && !limit_list_splits(task.block, all.base)) return;
     const Layout shared((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u);
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -544,10 +544,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         return;
     }
     registers_raise<SKL_CONSUMER_REGISTERS>();
-    Consumer::OwnTerms terms;
+    Consumer::LaneStats stats;
     Consumer::Sums out;
     Consumer::Held held;
-    Consumer consumer(all.base, task, shared, group, terms, out, held);
+    Consumer consumer(all.base, task, shared, group, stats, out, held);
     consumer.run();
     consumer.write();
 }

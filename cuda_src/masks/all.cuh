@@ -26,33 +26,33 @@ struct AllOf : Parts... {
     static_assert((0 + ... + Parts::kKnowsQueries) <= 1, "key_seen and query_seen ask parts one by one: see there");
     static_assert((0 + ... + Parts::kListed) <= 1, "a block walks one list");
     using List = typename ListOf<Parts...>::Type;
-    Place place;
+    Segment segment;
 
-    // The place of a portion of the kernel's tiles, or of other ones.
+    // The segment of a work tile of the kernel's tiles, or of other ones.
     template <int ROWS = kRows, bool QUERIES = kRowsAreQueries>
-    __device__ static Place locate(const Extents& n, int head, Portion& portion) {
-        Place place{n.queries, n.keys, 0, 0, 0, 0};
+    __device__ static Segment locate(const Extents& n, int head, WorkTile& work) {
+        Segment segment{n.queries, n.keys, 0, 0, 0, 0};
         Words words{n.mask};
-        ((Parts::template locate<ROWS, QUERIES>(words, n, head, portion, place), words.at += Parts::kWords), ...);
-        return place;
+        ((Parts::template locate<ROWS, QUERIES>(words, n, head, work, segment), words.at += Parts::kWords), ...);
+        return segment;
     }
-    __device__ AllOf(const Extents& n, const Place& place, int batch, int head) : AllOf(n, place, batch, head, Words{n.mask}) {}
+    __device__ AllOf(const Extents& n, const Segment& segment, int batch, int head) : AllOf(n, segment, batch, head, Words{n.mask}) {}
 
     __device__ Range keys_of(int q0, int q1) const {
-        Range keys{0, place.keys};
-        (keys.meet(Parts::keys_of(q0, q1)), ...);
+        Range keys{0, segment.keys};
+        (keys.intersect(Parts::keys_of(q0, q1)), ...);
         return {keys.begin, max(keys.begin, keys.end)};
     }
     __device__ Range queries_of(int k0, int k1) const {
-        Range queries{0, place.queries};
-        (queries.meet(Parts::queries_of(k0, k1)), ...);
+        Range queries{0, segment.queries};
+        (queries.intersect(Parts::queries_of(k0, k1)), ...);
         return {min(queries.begin, queries.end), queries.end};
     }
-    __device__ bool touches(int q0, int q1, int k0, int k1) const { return (true && ... && Parts::touches(q0, q1, k0, k1)); }
+    __device__ bool any_visible(int q0, int q1, int k0, int k1) const { return (true && ... && Parts::any_visible(q0, q1, k0, k1)); }
     __device__ bool full(int q0, int q1, int k0, int k1) const {
-        return q1 <= place.queries && k1 <= place.keys && (true && ... && Parts::full(q0, q1, k0, k1));
+        return q1 <= segment.queries && k1 <= segment.keys && (true && ... && Parts::full(q0, q1, k0, k1));
     }
-    __device__ bool inside(int q, int k) const { return (q < place.queries) & (k < place.keys); }
+    __device__ bool inside(int q, int k) const { return (q < segment.queries) & (k < segment.keys); }
     __device__ bool visible(int q, int k) const {
         return (inside(q, k) & ... & Parts::visible(q, k));  // no branches: parts may be asked about pairs outside
     }
@@ -64,7 +64,7 @@ struct AllOf : Parts... {
 #pragma unroll 1
         for (int q = q0; q < q1; q += strip) {
             const int end = min(q + strip, q1);
-            if (keys_of(q, end).contains(k) && touches(q, end, k, k + 1)) return true;
+            if (keys_of(q, end).contains(k) && any_visible(q, end, k, k + 1)) return true;
         }
         return false;
     }
@@ -73,8 +73,8 @@ struct AllOf : Parts... {
 #pragma unroll 1
         for (int k = k0; k < k1; k += strip) {
             Range keys = keys_of(q, q + 1);
-            keys.meet({k, min(k + strip, k1)});
-            if (!keys.empty() && touches(q, q + 1, keys.begin, keys.end)) return true;
+            keys.intersect({k, min(k + strip, k1)});
+            if (!keys.empty() && any_visible(q, q + 1, keys.begin, keys.end)) return true;
         }
         return false;
     }
@@ -84,8 +84,8 @@ struct AllOf : Parts... {
     __device__ void enter(int first_row, int first_column, u64 bits) { List::enter(first_row, first_column, bits); }
 
 private:
-    __device__ AllOf(const Extents& n, const Place& place, int batch, int head, Words words)
-        : Parts(words, n, place, batch, head)..., place(place) {}
+    __device__ AllOf(const Extents& n, const Segment& segment, int batch, int head, Words words)
+        : Parts(words, n, segment, batch, head)..., segment(segment) {}
 };
 
 using Mask = AllOf<SKL_MASK_PARTS>;

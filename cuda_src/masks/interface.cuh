@@ -1,26 +1,26 @@
 // What a part of a mask must offer, as a struct of its own header that derives from `Part`, whose defaults hide nothing.
 // masks/all.cuh joins the parts of a problem to `struct Mask`, which is what kernels know:
 //
-//   locate<ROWS, QUERIES>(words, n, head, portion, place)   what the sequence of tile `portion.tile` owns, where tiles are ROWS
+//   locate<ROWS, QUERIES>(words, n, head, work, segment)   what the sequence of tile `work.tile` owns, where tiles are ROWS
 //                                              queries or keys; `tile` becomes the tile inside it
-//   Mask(n, place, batch, head)                reads its words from n.mask, in the registry's order; `head` is a query head
+//   Mask(n, segment, batch, head)              reads its words from n.mask, in the registry's order; `head` is a query head
 //   Range keys_of(int q0, int q1)              smallest interval of keys that any row of [q0, q1) may see
 //   Range queries_of(int k0, int k1)           smallest interval of rows that may see any key of [k0, k1)
-//   bool touches(q0, q1, k0, k1)               false: the intervals name this tile, and still nothing of it is visible
-//   bool full(q0, q1, k0, k1)                  every pair of the two intervals is visible (and inside the place)
-//   bool visible(q, k)                         this pair is visible (and inside the place)
+//   bool any_visible(q0, q1, k0, k1)           false: the intervals name this tile, and still nothing of it is visible
+//   bool full(q0, q1, k0, k1)                  every pair of the two intervals is visible (and inside the segment)
+//   bool visible(q, k)                         this pair is visible (and inside the segment)
 //   bool key_seen(q0, q1, k)                   some row of [q0, q1) sees key k
 //   bool query_seen(k0, k1, q)                 row q sees some key of [k0, k1)
 //
 // and as constants what it is made of, so that a kernel pays for what there is:
 //
-//   kRagged   places differ from block to block, and around a place lie the rows of others
+//   kRagged   segments differ from block to block, and around a segment lie the rows of others
 //   kSparse   rows and keys inside the intervals may still see nothing
-//   kHoles    so may whole tiles: `touches` can be false
-//   kListed   the tiles to visit stand in a list; which portion a block has follows from one too
+//   kHoles    so may whole tiles: `any_visible` can be false
+//   kListed   the tiles to visit stand in a list; which work tile a block has follows from one too
 //   kKnowsQueries   rows of one strip of 16 see other keys
 //
-// Kernels visit the tiles that the intervals, the list and `touches` leave, test `visible` only on tiles that are not full,
+// Kernels visit the tiles that the intervals, the list and `any_visible` leave, test `visible` only on tiles that are not full,
 // and fill operand rows that are not seen with zeros, so whatever such memory holds never enters a product.
 #pragma once
 #include "common/args.cuh"
@@ -28,19 +28,19 @@
 
 constexpr int kNoLimit = 0x7fffffff;
 
-// Rows and keys of one sequence, and where they start in the arrays. Everything else counts inside the place.
-struct Place {
+// Rows and keys of one sequence, and where they start in the arrays. Everything else counts inside the segment.
+struct Segment {
     int queries, keys, first_query, first_key;
-    int diagonal;  // what the place adds to offsets of the diagonal
+    int diagonal;  // what the segment adds to offsets of the diagonal
     int sequence;
 };
 
-// A tile of stationary rows, and which tiles a block streams past it: all, or one of several shares. Their sums lie in as many
-// places of a workspace, the first of them numbered `slot`.
-struct Portion {
+// A tile of stationary rows, and which tiles a block streams past it: all, or one of the splits of a long list. Their sums lie
+// in as many slots of a workspace, of which the first is `partial_slot`.
+struct WorkTile {
     int tile;
-    int share, shares;  // 0 shares: nothing to do
-    int slot;
+    int list_split, list_splits;  // 0 splits: nothing to do
+    int partial_slot;
     Range streamed;
 };
 
@@ -53,7 +53,7 @@ struct Words {
     __device__ const T* pointer() { return reinterpret_cast<const T*>(next()); }
 };
 
-// A step of a list: a tile of streamed rows, and which of its 16 x 16 parts are visible.
+// A step of a list: a tile of streamed rows, and which of its subtiles of 16 x 16 are visible.
 struct TileEntry {
     int tile;
     u64 bits;
@@ -63,10 +63,10 @@ struct Part {
     static constexpr bool kRagged = false, kSparse = false, kHoles = false, kListed = false, kKnowsQueries = false;
     static constexpr int kWords = 0;
     template <int ROWS, bool QUERIES>
-    __device__ static void locate(Words, const Extents&, int, Portion&, Place&) {}
+    __device__ static void locate(Words, const Extents&, int, WorkTile&, Segment&) {}
     __device__ static Range keys_of(int, int) { return {0, kNoLimit}; }
     __device__ static Range queries_of(int, int) { return {0, kNoLimit}; }
-    __device__ static bool touches(int, int, int, int) { return true; }
+    __device__ static bool any_visible(int, int, int, int) { return true; }
     __device__ static bool full(int, int, int, int) { return true; }
     __device__ static bool visible(int, int) { return true; }
     // Of listed parts only: which entries of the list are tiles of `tiles`; one of them; what is known where the cursor is.

@@ -10,7 +10,7 @@ struct KeyBits : Part {
     static constexpr bool kHoles = kRowsAreQueries;  // stationary keys have said what they see by `queries_of`
     const u32* bits;
     int keys;
-    __device__ KeyBits(Words& words, const Extents& n, const Place&, int batch, int)
+    __device__ KeyBits(Words& words, const Extents& n, const Segment&, int batch, int)
         : bits(words.pointer<u32>() + static_cast<i64>(batch) * key_words(n.keys)), keys(n.keys) {}
 
     // Of the word that holds key k, the bits of the keys of [k, k1) in it.
@@ -18,7 +18,7 @@ struct KeyBits : Part {
         const int above = (k | 31) + 1 - k1;
         return ~0u << (k & 31) & ~0u >> max(above, 0);
     }
-    __device__ bool touches(int, int, int k0, int k1) const {
+    __device__ bool any_visible(int, int, int k0, int k1) const {
         k1 = min(k1, keys);
 #pragma unroll 1
         for (int k = k0; k < k1; k = (k | 31) + 1)
@@ -32,7 +32,7 @@ struct KeyBits : Part {
             if (~bits[k >> 5] & inside(k, k1)) return false;
         return true;
     }
-    __device__ Range queries_of(int k0, int k1) const { return {0, touches(0, 0, k0, k1) ? kNoLimit : 0}; }
+    __device__ Range queries_of(int k0, int k1) const { return {0, any_visible(0, 0, k0, k1) ? kNoLimit : 0}; }
     // Asked beyond the last key too.
     __device__ bool visible(int, int k) const { return bits[min(k, keys - 1) >> 5] >> (k & 31) & 1; }
 };

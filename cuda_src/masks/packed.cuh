@@ -9,7 +9,7 @@
 struct Packed : Part {
     static constexpr int kWords = 3;
     static constexpr bool kRagged = true;
-    __device__ Packed(Words& words, const Extents&, const Place&, int, int) { words.at += kWords; }
+    __device__ Packed(Words& words, const Extents&, const Segment&, int, int) { words.at += kWords; }
 
     // Nobody has checked the numbers: wrong ones may give wrong results, but nothing outside the arrays.
     __device__ static Range span(const int* bounds, int s, int sequences, int total, bool tail) {
@@ -18,17 +18,17 @@ struct Packed : Part {
         return {begin, max(begin, min(bounds[s + 1], total))};
     }
     template <int ROWS, bool QUERIES>
-    __device__ static void locate(Words words, const Extents& n, int, Portion& portion, Place& place) {
+    __device__ static void locate(Words words, const Extents& n, int, WorkTile& work, Segment& segment) {
         const bool offset_given = words.next();
         const int* const queries = words.pointer<int>();
         const int* const keys = words.pointer<int>();
         const int* const mine = QUERIES ? queries : keys;
-        const int total = QUERIES ? n.queries : n.keys, wanted = portion.tile;
+        const int total = QUERIES ? n.queries : n.keys, wanted = work.tile;
         const auto start = [mine, total](int s) { return max(0, min(mine[s], total)) / ROWS + s; };
         const int s = last_where(n.sequences, [start, wanted](int i) { return start(i) <= wanted; });
         const Range q = span(queries, s, n.sequences, n.queries, QUERIES), k = span(keys, s, n.sequences, n.keys, !QUERIES);
-        place = {q.end - q.begin, k.end - k.begin, q.begin, k.begin, 0, s};
-        if (!offset_given) place.diagonal = place.keys - place.queries;
-        portion.tile = max(0, wanted - start(s));
+        segment = {q.end - q.begin, k.end - k.begin, q.begin, k.begin, 0, s};
+        if (!offset_given) segment.diagonal = segment.keys - segment.queries;
+        work.tile = max(0, wanted - start(s));
     }
 };

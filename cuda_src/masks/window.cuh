@@ -7,9 +7,9 @@ struct Window : Part {
     static constexpr bool kKnowsQueries = true;
     int low, high;  // row i sees [i + low, i + high]
     // Clipped to where every row sees everything on that side, or nothing, so that sums stay below 2^31.
-    __device__ Window(Words& words, const Extents&, const Place& place, int, int) {
-        const i64 left = words.next(), right = words.next(), offset = words.next() + place.diagonal;
-        const i64 lowest = 1 - place.queries, highest = place.keys;
+    __device__ Window(Words& words, const Extents&, const Segment& segment, int, int) {
+        const i64 left = words.next(), right = words.next(), offset = words.next() + segment.diagonal;
+        const i64 lowest = 1 - segment.queries, highest = segment.keys;
         low = static_cast<int>(left < 0 ? lowest : max(lowest, min(offset - left, highest)));
         high = static_cast<int>(right < 0 ? highest - 1 : max(lowest - 1, min(offset + right, highest - 1)));
     }

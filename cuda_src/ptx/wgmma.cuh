@@ -16,7 +16,7 @@ __device__ inline void wgmma_wait() {
 
 // Keeps the compiler from moving uses of these registers above the wait before it.
 template <int TILES>
-__device__ inline void settle(float (&d)[TILES][4]) {
+__device__ inline void fence_accumulators(float (&d)[TILES][4]) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i)
 #pragma unroll

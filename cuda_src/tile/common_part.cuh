@@ -14,7 +14,7 @@
 constexpr int kSampled = 8;
 
 // A few keys of those that any of the block's rows sees, at fractions i x the golden ratio of them, so that special keys at
-// equal distances are not more than a few of these. They are the same for all shares of a row tile's keys.
+// equal distances are not more than a few of these. They are the same for all splits of a row tile's keys.
 struct KeySample {
     int key[kSampled];
     bool seen[kSampled];
@@ -23,7 +23,7 @@ struct KeySample {
     // `at` is at the first of all tiles, `keys` the interval that the rows see. Lists are known a tile at a time. Where a key
     // is hidden, the lanes of a warp look for the next one that is not; every warp finds the same.
     __device__ KeySample(const Cursor<Mask>& at, Range keys) {
-        if (Mask::kListed) keys.meet({at.row(), at.row() + kColumns});
+        if (Mask::kListed) keys.intersect({at.row(), at.row() + kColumns});
         const int count = keys.end - keys.begin;
         int found = 0;
         enough = at.more() && count > 0;
@@ -32,11 +32,11 @@ struct KeySample {
             key[i] = keys.begin + __umulhi(i * 0x9E3779B9u, static_cast<u32>(max(count, 0)));
             if constexpr (Mask::kSparse) {
                 const int next = key[i] + lane_id();
-                const u32 visible = __ballot_sync(~0u, enough && next < keys.end && at.meets(at.rows.begin, at.rows.end, next));
+                const u32 visible = __ballot_sync(~0u, enough && next < keys.end && at.streamed_seen(at.rows.begin, at.rows.end, next));
                 seen[i] = visible != 0;
                 if (seen[i]) key[i] += __ffs(visible) - 1;
             } else {
-                seen[i] = enough && at.meets(at.rows.begin, at.rows.end, key[i]);
+                seen[i] = enough && at.streamed_seen(at.rows.begin, at.rows.end, key[i]);
             }
             found += seen[i];
         }

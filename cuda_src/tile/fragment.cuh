@@ -1,6 +1,6 @@
 // Matrix fragments of one warp, and the tile in shared memory they come from.
 //
-// Accumulators lie as accumulators.cuh says. Operand A (16x16): registers 0..3 = (rows 0-7, depth 0-7), (rows 8-15, depth 0-7), (rows 0-7, depth 8-15), (rows 8-15,
+// Accumulators lie as accumulators.cuh says. SwizzledTile A (16x16): registers 0..3 = (rows 0-7, depth 0-7), (rows 8-15, depth 0-7), (rows 0-7, depth 8-15), (rows 8-15,
 // depth 8-15), so two neighbouring accumulators are one A fragment: products chain without leaving the registers.
 #pragma once
 #include "tile/accumulators.cuh"

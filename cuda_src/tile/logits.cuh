@@ -21,7 +21,7 @@ struct LogitsThemselves {
 };
 
 // What a query row contributes to the gradients of its logits.
-struct RowTerms {
+struct RowStats {
     float lse_t, lse_s;  // base 2
     float weight;        // factor on the logit gradient
     float value;         // base 2
@@ -29,7 +29,7 @@ struct RowTerms {
 
 // The derivative of a row's value by one dot product of a side, up to a constant and without the weight.
 template <int SIDE>
-__device__ inline float dot_gradient(float dot_t, float dot_s, const RowTerms& row, float ct, float cs) {
+__device__ inline float dot_gradient(float dot_t, float dot_s, const RowStats& row, float ct, float cs) {
     const float x = Score<kTeacher>::logit(dot_t, ct, row.lse_t), y = Score<kStudent>::logit(dot_s, cs, row.lse_s);
     const float slope = SIDE == kTeacher ? Score<kTeacher>::slope(x + row.lse_t) : Score<kStudent>::slope(y + row.lse_s);
     return LogitGradient<SIDE>::evaluate(x, y, row.value) * slope;

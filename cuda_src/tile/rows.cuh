@@ -57,22 +57,22 @@ struct NoOffsets {
 };
 
 // Merges the four lanes of each row and writes what they know: results, or the state where keys are split. `offsets` says what
-// the logits lack of the row so many below the lane's first. The first share leaves that where the log-sum-exps will be, for
+// the logits lack of the row so many below the lane's first. The first split leaves that where the log-sum-exps will be, for
 // combine.cu: in the states it would be rounded with the references, and the value hangs on their differences.
 template <class Offsets = NoOffsets>
-__device__ inline void write_rows(const ForwardArgs& args, const Block& block, const Place& place, RowState (&state)[kLaneRows], int row,
+__device__ inline void write_rows(const ForwardArgs& args, const Block& block, const Segment& segment, RowState (&state)[kLaneRows], int row,
                                   const Offsets& offsets = {}) {
     const Extents& n = args.n;
-    float* const value = row_vector(args.value, block.batch, block.head, place.first_query);
-    float* const lse_t = row_vector(args.teacher_lse, block.batch, block.head, place.first_query);
-    float* const lse_s = row_vector(args.student_lse, block.batch, block.head, place.first_query);
+    float* const value = row_vector(args.value, block.batch, block.head, segment.first_query);
+    float* const lse_t = row_vector(args.teacher_lse, block.batch, block.head, segment.first_query);
+    float* const lse_s = row_vector(args.student_lse, block.batch, block.head, segment.first_query);
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
         RowState& x = state[i];
         Accumulators::merge_row(x);
         const int r = row + below_first(i);
         const float2 offset = offsets(r - row);
-        if (!Accumulators::writes_row(lane_id()) || r >= place.queries) continue;
+        if (!Accumulators::writes_row(lane_id()) || r >= segment.queries) continue;
         if (n.splits == 1) {
             x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
             if constexpr (Offsets::kAny)
@@ -83,7 +83,7 @@ __device__ inline void write_rows(const ForwardArgs& args, const Block& block, c
                 lse_s[r * args.student_lse.row] = offset.y;
             }
             const i64 rows = static_cast<i64>(n.batch) * n.heads * n.queries;
-            const i64 index = (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + place.first_query + r;
+            const i64 index = (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + segment.first_query + r;
             x.store(reinterpret_cast<float*>(args.workspace) + block.split * rows + index, n.splits * rows);
         }
     }

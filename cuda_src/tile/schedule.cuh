@@ -4,7 +4,7 @@
 #include "common/config.cuh"
 #include "masks/interface.cuh"
 
-struct Block : Portion {
+struct Block : WorkTile {
     int batch, head;
     int split;  // which part of the streamed tiles, where the launch splits those of all
 };
@@ -15,8 +15,8 @@ __device__ inline Block block_of(int index, const Extents& n, int heads, int pai
     const int block = index / n.splits, per_group = n.head_group * n.tiles, group = block / per_group, in_group = block % per_group;
     const int size = min(n.head_group, pairs - group * n.head_group);
     const int pair = group * n.head_group + in_group % size, tile = in_group / size;
-    const Portion portion{last_first ? n.tiles - 1 - tile : tile, 0, 1, 0, {0, kNoLimit}};
-    return {portion, pair / heads, pair % heads, index % n.splits};
+    const WorkTile work{last_first ? n.tiles - 1 - tile : tile, 0, 1, 0, {0, kNoLimit}};
+    return {work, pair / heads, pair % heads, index % n.splits};
 }
 
 // The tiles that cover `rows`, `columns` to a tile.
@@ -54,21 +54,21 @@ struct Cursor {
         enter();
     }
     // Whether the stationary rows [first, end) meet anything in the tile.
-    __device__ bool touches(int first, int end) const {
-        return kRowsAreQueries ? mask.touches(first, end, row(), row() + kColumns) : mask.touches(row(), row() + kColumns, first, end);
+    __device__ bool any_visible(int first, int end) const {
+        return kRowsAreQueries ? mask.any_visible(first, end, row(), row() + kColumns) : mask.any_visible(row(), row() + kColumns, first, end);
     }
     // The same, with what the intervals say.
-    __device__ bool sees(int first, int end) const {
+    __device__ bool may_see(int first, int end) const {
         Range met = kRowsAreQueries ? mask.keys_of(first, end) : mask.queries_of(first, end);
-        met.meet({row(), row() + kColumns});
-        return !met.empty() && touches(first, end);
+        met.intersect({row(), row() + kColumns});
+        return !met.empty() && any_visible(first, end);
     }
     // Whether all of these stationary rows see all of the tile.
     __device__ bool full(int first, int end) const {
         return kRowsAreQueries ? mask.full(first, end, row(), row() + kColumns) : mask.full(row(), row() + kColumns, first, end);
     }
     // Whether, of the intervals' rows, these stationary ones meet the streamed row: only sparse masks leave a question.
-    __device__ bool meets(int first, int end, int streamed) const {
+    __device__ bool streamed_seen(int first, int end, int streamed) const {
         if constexpr (!M::kSparse) return true;
         return kRowsAreQueries ? mask.key_seen(first, end, streamed) : mask.query_seen(first, end, streamed);
     }
@@ -82,7 +82,7 @@ private:
                 next_one = read(step + STEP);
                 mask.enter(rows.begin, row(), here.bits);
             }
-            if (!M::kHoles || !more() || touches(rows.begin, rows.end)) return;
+            if (!M::kHoles || !more() || any_visible(rows.begin, rows.end)) return;
             step += STEP;
         }
     }

@@ -1,4 +1,4 @@
-// Operand tiles of the Hopper kernels: chunks of 64 columns, each [rows][64] 16-bit elements in rows of 128 bytes, the
+// SwizzledTile tiles of the Hopper kernels: chunks of 64 columns, each [rows][64] 16-bit elements in rows of 128 bytes, the
 // 16-byte pieces of row r permuted by XOR with r % 8 (what TMA writes and wgmma reads as the 128-byte swizzle).
 #pragma once
 #include "common/args.cuh"
@@ -9,7 +9,7 @@
 #include "tile/element.cuh"
 
 template <int CODE, int DIM>
-struct Operand {
+struct SwizzledTile {
     static_assert(CODE == kBf16 || CODE == kF16, "plan: the Hopper kernels multiply 16-bit elements");
     static_assert(DIM % 8 == 0, "plan: tensor maps need rows of whole 16-byte pieces");
     static constexpr int kCode = CODE;

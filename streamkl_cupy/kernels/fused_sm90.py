@@ -3,8 +3,8 @@
 Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), `keys` of a block and 64 queries to a tile:
 
     1024 (alignment) + 128 * keys * (chunks(D_own) + chunks(D_other)) + 8192 * (stages * chunks(D_own)
-        + other_stages * chunks(D_other)) + 16384 * (handovers + stagings) + stages * row_vectors * 256 + barriers
-        + visits
+        + score_stages * chunks(D_other)) + 16384 * (ds_stages + stagings) + stages * row_vectors * 256 + barriers
+        + work items
 
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
 the keys themselves; masks with holes, intervals beside four row vectors, and an other side beyond 128 leave no room for
@@ -26,7 +26,10 @@ MAX_OUT = 128
 # Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer.
 THREADS = 256 + 128 + 128
 HELPER_THREADS = 128
-VISITS, VISIT_BYTES = 2, 100  # what the producer and the others have in common; pipeline/work_tiles.cuh asserts both
+WORK_ITEMS, WORK_ITEM_BYTES = (
+    2,
+    100,
+)  # pipeline/work_tiles.cuh asserts both
 # Of 16 columns of a consumer's own keys, in registers. 8 heads x 8192, TFLOP/s on an H100 with 0, 1 and 2 of them:
 # D = 64 416, 421, 423, causal 393, 397, 406; D = 128 565, 563, 570, causal 507, 521, 534.
 HELD_STEPS = 2
@@ -34,10 +37,10 @@ HELD_STEPS = 2
 
 @dataclass(frozen=True)
 class _Row(TileRow):
-    """`stages` queries' tiles of the own side are in flight and `other_stages` of the other one."""
+    """`stages` queries' tiles of the own side are in flight and `score_stages` of the other one."""
 
-    other_stages: int = 2
-    handovers: int = 2
+    score_stages: int = 2
+    ds_stages: int = 2
     """Tiles of score gradients between the consumers and the warpgroup that takes them."""
     stagings: int = 1
     """Buffers between that warpgroup and the copy engine."""
@@ -53,7 +56,7 @@ class _Row(TileRow):
 # instructions does as much as what is named here:
 #   D = 64, 256 keys, early 0.611 to 0.643, causal 0.321 to 0.327; late, blocks that do not stay 0.642 and 0.334
 #   D = 128, early and wide 0.922, causal 0.507; early 0.985, 0.511; wide 0.951, 0.520; neither 0.969, 0.502
-# Before these, TFLOP/s: D = 64 128 keys 374 where 256 had 403; D = 128 a third handover in place of the second staging
+# Before these, TFLOP/s: D = 64 128 keys 374 where 256 had 403; D = 128 a third dS stage in place of the second staging
 # 529 and 502, a fourth stage in place of it 559 and 495, where the row as it is had 520 and 524.
 _TABLE = (
     _Row(
@@ -65,11 +68,11 @@ _TABLE = (
         64,
         "two tiles of keys: half the additions in memory",
         max_out=64,
-        other_stages=5,
+        score_stages=5,
         early=True,
         max_mask=1,
     ),
-    _Row(8, 2, COLUMNS, 5, 1, 64, "the same, and a mask's registers", max_out=64, other_stages=5),
+    _Row(8, 2, COLUMNS, 5, 1, 64, "the same, and a mask's registers", max_out=64, score_stages=5),
     _Row(
         8,
         1,
@@ -79,13 +82,13 @@ _TABLE = (
         64,
         "one tile of keys: twice the blocks",
         max_out=64,
-        other_stages=6,
+        score_stages=6,
         stagings=2,
         early=True,
         max_mask=1,
     ),
-    _Row(8, 1, COLUMNS, 6, 1, 64, "the same, and a mask's registers", max_out=64, other_stages=4, stagings=2),
-    _Row(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=MAX_OUT, other_stages=4, stagings=2),
+    _Row(8, 1, COLUMNS, 6, 1, 64, "the same, and a mask's registers", max_out=64, score_stages=4, stagings=2),
+    _Row(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=MAX_OUT, score_stages=4, stagings=2),
     _Row(
         8,
         1,
@@ -103,7 +106,7 @@ _TABLE = (
     ),
     _Row(8, 1, COLUMNS, 3, 1, 128, "the same, and a mask's registers", max_out=MAX_OUT, stagings=2),
     _Row(8, 1, COLUMNS, 2, 1, 192, "a long other side", max_out=MAX_OUT),
-    _Row(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=MAX_OUT, handovers=1),
+    _Row(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=MAX_OUT, ds_stages=1),
 )
 
 
@@ -138,17 +141,17 @@ class _Fused(Hopper[_Row]):
 
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         own, other = chunks(work.side.dim), chunks(work.other_side.dim)
-        rings = tile.stages * own + tile.other_stages * other
-        barriers = 8 * (4 + 2 * (tile.stages + tile.other_stages + tile.handovers) + 2 * VISITS)
+        rings = tile.stages * own + tile.score_stages * other
+        barriers = 8 * (4 + 2 * (tile.stages + tile.score_stages + tile.ds_stages) + 2 * WORK_ITEMS)
         return (
             ALIGNMENT
             + tile.rows * 128 * (own + other)
             + COLUMNS * 128 * rings
-            + 128 * tile.warps * 16 * tile.handovers
+            + 128 * tile.warps * 16 * tile.ds_stages
             + 16384 * tile.stagings
             + tile.stages * work.row_vectors * COLUMNS * 4
             + barriers
-            + VISITS * VISIT_BYTES
+            + WORK_ITEMS * WORK_ITEM_BYTES
         )
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
@@ -158,11 +161,11 @@ class _Fused(Hopper[_Row]):
         read_again = bool(work.problem.mask.parts) and registers != _Row.registers
         return {
             **super().constants(work, tile),
-            "SKL_OTHER_STAGES": tile.other_stages,
-            "SKL_HANDOVERS": tile.handovers,
+            "SKL_SCORE_STAGES": tile.score_stages,
+            "SKL_DS_STAGES": tile.ds_stages,
             "SKL_STAGINGS": tile.stagings,
-            "SKL_VISITS": VISITS,
-            "SKL_VISIT_BYTES": VISIT_BYTES,
+            "SKL_WORK_ITEMS": WORK_ITEMS,
+            "SKL_WORK_ITEM_BYTES": WORK_ITEM_BYTES,
             "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
             "SKL_READ_AGAIN": int(read_again),
             "SKL_EARLY_WAITS": int(tile.early),

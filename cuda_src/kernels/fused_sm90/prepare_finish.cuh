@@ -9,18 +9,18 @@ __device__ inline u32 pack(float lo, float hi) {
     return planes[0];
 }
 
-// Which (batch, head, tile) of the workspace a block of the small kernels has; the tile is counted in its place.
+// Which (batch, head, tile) of the workspace a block of the small kernels has; the tile is counted in its segment.
 struct Entry {
     i64 index;
     int batch, head, tile;
-    Place place;
+    Segment segment;
     __device__ Entry(const Workspace& space, const Extents& n) {
         index = blockIdx.x;
         const int pair = blockIdx.x / space.tiles;
         batch = pair / space.heads;
         head = pair % space.heads;
-        Portion whole{static_cast<int>(blockIdx.x % space.tiles), 0, 1, 0, {0, kNoLimit}};
-        place = Mask::locate<kColumns, true>(n, head, whole);
+        WorkTile whole{static_cast<int>(blockIdx.x % space.tiles), 0, 1, 0, {0, kNoLimit}};
+        segment = Mask::locate<kColumns, true>(n, head, whole);
         tile = whole.tile;
     }
 };
@@ -32,20 +32,20 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_prep
 
     float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * Workspace::kSums);
 #pragma unroll
-    for (int i = 0; i < kColumns * Own::kDim / 4 / kHelperThreads; ++i)
+    for (int i = 0; i < kColumns * GradSide::kDim / 4 / kHelperThreads; ++i)
         sums[threadIdx.x + kHelperThreads * i] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (threadIdx.x >= 32) return;
     if (blockIdx.x == 0 && threadIdx.x == 0) *space.taken = 0;
 
-    const Mask mask(args.n, at.place, at.batch, at.head);
+    const Mask mask(args.n, at.segment, at.batch, at.head);
     int top = kLowestExponent;
 #pragma unroll
     for (int j = threadIdx.x; j < kColumns; j += 32) {
-        RowTerms x = read_terms(args, mask, at.batch, at.head, at.tile * kColumns + j);
+        RowStats x = read_row_stats(args, mask, at.batch, at.head, at.tile * kColumns + j);
         const int e = exponent_of(x.weight * Logit::bound(x.value));
         if (e < 127) top = max(top, e);
         if constexpr (kNarrow) x.weight *= plain_unscale(x);
-        Terms::write(space.terms + at.index * Terms::kFloats, j, x);
+        Stats::write(space.row_stats + at.index * Stats::kFloats, j, x);
     }
     if constexpr (kNarrow) {
         top = __reduce_max_sync(~0u, top);
@@ -59,10 +59,10 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_fini
     const Workspace space(all.fused);
     const Entry at(space, args.n);
     const float* const sums = space.sums + at.index * Workspace::kSums;
-    const Mask mask(args.n, at.place, at.batch, at.head);
+    const Mask mask(args.n, at.segment, at.batch, at.head);
     // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are the
     // upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
-    constexpr int kParts = Own::kDim / 8;
+    constexpr int kParts = GradSide::kDim / 8;
 #pragma unroll
     for (int i = threadIdx.x; i < 32 * kParts; i += kHelperThreads) {
         const int part = i % kParts, quad = i / kParts, upper = quad / 8 * 16 + quad % 8, chunk = part / 8;
@@ -71,16 +71,16 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_fini
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int q = at.tile * kColumns + upper + 8 * half;
-            if (q >= at.place.queries) continue;
+            if (q >= at.segment.queries) continue;
             float factor = gradient_factor<kSide>(args.out_scale);
             if constexpr (kNarrow) {
-                const RowTerms row = read_terms(args, mask, at.batch, at.head, q);
+                const RowStats row = read_row_stats(args, mask, at.batch, at.head, q);
                 factor *= row.weight * plain_unscale(row);
             }
             u32 packed[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
-            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head + (at.place.first_query + q) * out.row + 8 * part) * E::kBytes;
+            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head + (at.segment.first_query + q) * out.row + 8 * part) * E::kBytes;
             *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }

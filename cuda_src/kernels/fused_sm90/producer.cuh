@@ -1,4 +1,4 @@
-// The producer of fused_sm90.cu: finds portions, writes their visits down, and has keys and queries on their way.
+// The producer of fused_sm90.cu: finds work tiles, writes their work items down, and has keys and queries on their way.
 #pragma once
 #include "kernels/fused_sm90/layout.cuh"
 #include "ptx/bulk.cuh"
@@ -6,110 +6,110 @@
 struct Producer {
     const HopperFusedArgs& all;
     const Layout& shared;
-    VisitRing& visits;
+    WorkItemRing& items;
     const Workspace space;
-    const int lane, own_group, other_group;  // query heads to a key head
-    RingCursor<1> at_own_keys, at_keys;
-    RingCursor<kOtherRing> at_other;
-    RingCursor<kOwnRing> at_own;
+    const int lane, grad_group, score_group;  // query heads to a key head
+    RingCursor<1> at_grad_keys, at_score_keys;
+    RingCursor<kScoreRing> at_score;
+    RingCursor<kGradRing> at_grad;
 
-    __device__ Producer(const HopperFusedArgs& all, const Layout& shared, VisitRing& visits, Thread thread)
-        : all(all), shared(shared), visits(visits), space(all.fused), lane(thread.lane),
-          own_group(kSide == kTeacher ? n().teacher_group : n().student_group),
-          other_group(kSide == kTeacher ? n().student_group : n().teacher_group) {}
+    __device__ Producer(const HopperFusedArgs& all, const Layout& shared, WorkItemRing& items, Thread thread)
+        : all(all), shared(shared), items(items), space(all.fused), lane(thread.lane),
+          grad_group(kSide == kTeacher ? n().teacher_group : n().student_group),
+          score_group(kSide == kTeacher ? n().student_group : n().teacher_group) {}
     __device__ const Extents& n() const { return all.fused.base.n; }
 
     __device__ void run() {
-        const int own_heads = n().heads / own_group, pairs = n().batch * own_heads;
-        const u32 portions = pairs * n().tiles;
-        for (u32 index = blockIdx.x; index < portions; index = take_portion(space.taken)) {
-            Visit next;
-            next.block = block_of(index, n(), own_heads, pairs, false);
-            next.head = next.block.head * own_group;
-            next.place = Mask::locate(n(), next.head, next.block);
-            if (Mask::kRagged && next.block.tile * kRows >= next.place.keys) continue;
-            if (Mask::kListed && !settle_shares(next.block, all.fused.base)) continue;
-            next.lift = kNarrow ? lift_of(next) : 1.f;
+        const int grad_heads = n().heads / grad_group, pairs = n().batch * grad_heads;
+        const u32 work_tiles = pairs * n().tiles;
+        for (u32 index = blockIdx.x; index < work_tiles; index = take_work_tile(space.taken)) {
+            WorkItem next;
+            next.block = block_of(index, n(), grad_heads, pairs, false);
+            next.head = next.block.head * grad_group;
+            next.segment = Mask::locate(n(), next.head, next.block);
+            if (Mask::kRagged && next.block.tile * kRows >= next.segment.keys) continue;
+            if (Mask::kListed && !limit_list_splits(next.block, all.fused.base)) continue;
+            next.scale = kNarrow ? scale_of(next) : 1.f;
             for (;; ++next.head) {
-                next.first = next.head % own_group == 0;
-                next.last = (next.head + 1) % own_group == 0;
-                next.comes = next.first || next.head % other_group == 0;
-                next.goes = next.last || (next.head + 1) % other_group == 0;
+                next.first = next.head % grad_group == 0;
+                next.last = (next.head + 1) % grad_group == 0;
+                next.comes = next.first || next.head % score_group == 0;
+                next.goes = next.last || (next.head + 1) % score_group == 0;
                 next.steps = steps_of(next, n());
-                next.own_parity = at_own_keys.parity;
-                next.other_parity = at_keys.parity;
+                next.grad_parity = at_grad_keys.parity;
+                next.score_parity = at_score_keys.parity;
                 // What is in shared memory needs no registers.
-                const Visit& visit = visits.write(next);
-                load_keys(visit);
-                stream(visit);
-                if (visit.last) break;
-                next = visit;
+                const WorkItem& item = items.write(next);
+                load_keys(item);
+                stream(item);
+                if (item.last) break;
+                next = item;
             }
         }
-        Visit none{};
+        WorkItem none{};
         none.head = -1;
-        visits.write(none);
+        items.write(none);
     }
 
 private:
-    // What a narrow type's weights are multiplied by, for the largest of all query heads of a portion.
-    __device__ float lift_of(const Visit& visit) const {
+    // What a narrow type's weights are multiplied by, for the largest of all query heads of a work tile.
+    __device__ float scale_of(const WorkItem& item) const {
         int exponent = kLowestExponent;
-        for (int i = 0; i < own_group; ++i) {
-            const int* const exponents = space.exponents + space.entry(visit.block.batch, visit.head + i, visit.place, 0);
-            for (int j = lane; j < ceil_div(visit.place.queries, kColumns); j += 32) exponent = max(exponent, exponents[j]);
+        for (int i = 0; i < grad_group; ++i) {
+            const int* const exponents = space.exponents + space.entry(item.block.batch, item.head + i, item.segment, 0);
+            for (int j = lane; j < ceil_div(item.segment.queries, kColumns); j += 32) exponent = max(exponent, exponents[j]);
         }
         return power_of_two(kTopExponent - __reduce_max_sync(~0u, exponent));
     }
 
     // Of both sides those that are new, when the last ones are done with.
-    __device__ void load_keys(const Visit& visit) {
-        const TensorMap& own_k = kSide == kTeacher ? all.teacher_k : all.student_k;
-        const TensorMap& other_k = kSide == kTeacher ? all.student_k : all.teacher_k;
-        const int batch = visit.block.batch, key = visit.place.first_key + visit.block.tile * kRows;
-        if (visit.first) {
-            warp_wait(shared.barrier(kOwnKeysFree), at_own_keys.parity ^ 1);
+    __device__ void load_keys(const WorkItem& item) {
+        const TensorMap& grad_k = kSide == kTeacher ? all.teacher_k : all.student_k;
+        const TensorMap& score_k = kSide == kTeacher ? all.student_k : all.teacher_k;
+        const int batch = item.block.batch, key = item.segment.first_key + item.block.tile * kRows;
+        if (item.first) {
+            warp_wait(shared.barrier(kGradKeysFree), at_grad_keys.parity ^ 1);
             if (lane == 0) {
-                const u32 here = shared.barrier(kOwnKeys);
-                mbarrier_expect(here, Own::bytes(kRows));
-                load_chunks<kRows>(shared.base + kOwnKeysAt, own_k, here, 0, Own::kChunks, key, visit.block.head, batch);
+                const u32 here = shared.barrier(kGradKeys);
+                mbarrier_expect(here, GradSide::bytes(kRows));
+                load_chunks<kRows>(shared.base + kGradKeysAt, grad_k, here, 0, GradSide::kChunks, key, item.block.head, batch);
             }
-            at_own_keys.advance();
+            at_grad_keys.advance();
         }
-        if (visit.comes) {
-            warp_wait(shared.barrier(kKeysEmpty), at_keys.parity ^ 1);
+        if (item.comes) {
+            warp_wait(shared.barrier(kScoreKeysEmpty), at_score_keys.parity ^ 1);
             if (lane == 0) {
-                const u32 here = shared.barrier(kKeysFull);
-                mbarrier_expect(here, Other::bytes(kRows));
-                load_chunks<kRows>(shared.base + kOtherKeysAt, other_k, here, 0, Other::kChunks, key, visit.head / other_group, batch);
+                const u32 here = shared.barrier(kScoreKeysFull);
+                mbarrier_expect(here, ScoreSide::bytes(kRows));
+                load_chunks<kRows>(shared.base + kScoreKeysAt, score_k, here, 0, ScoreSide::kChunks, key, item.head / score_group, batch);
             }
-            at_keys.advance();
+            at_score_keys.advance();
         }
     }
 
-    // The queries of a visit, of both sides, with what they contribute.
-    __device__ void stream(const Visit& visit) {
-        const TensorMap& own_q = kSide == kTeacher ? all.teacher_q : all.student_q;
-        const TensorMap& other_q = kSide == kTeacher ? all.student_q : all.teacher_q;
-        const int batch = visit.block.batch;
-        const float* const terms = space.terms + space.entry(batch, visit.head, visit.place, 0) * Terms::kFloats;
-        for (Walk walk = walk_of(visit, n()); walk.more(); walk.next()) {
-            const int query = visit.place.first_query + walk.row();
-            warp_wait(shared.barrier(kOtherEmpty, at_other.slot), at_other.parity ^ 1);
+    // The queries of a work item, of both sides, with what they contribute.
+    __device__ void stream(const WorkItem& item) {
+        const TensorMap& grad_q = kSide == kTeacher ? all.teacher_q : all.student_q;
+        const TensorMap& score_q = kSide == kTeacher ? all.student_q : all.teacher_q;
+        const int batch = item.block.batch;
+        const float* const stats = space.row_stats + space.entry(batch, item.head, item.segment, 0) * Stats::kFloats;
+        for (Walk walk = walk_of(item, n()); walk.more(); walk.next()) {
+            const int query = item.segment.first_query + walk.row();
+            warp_wait(shared.barrier(kScoreEmpty, at_score.slot), at_score.parity ^ 1);
             if (lane == 0) {
-                const u32 other = shared.barrier(kOtherFull, at_other.slot);
-                mbarrier_expect(other, kOtherTileBytes);
-                load_chunks<kColumns>(shared.other_tile(at_other.slot), other_q, other, 0, Other::kChunks, query, visit.head, batch);
+                const u32 score_side = shared.barrier(kScoreFull, at_score.slot);
+                mbarrier_expect(score_side, kScoreTileBytes);
+                load_chunks<kColumns>(shared.score_tile(at_score.slot), score_q, score_side, 0, ScoreSide::kChunks, query, item.head, batch);
             }
-            at_other.advance();
-            warp_wait(shared.barrier(kOwnEmpty, at_own.slot), at_own.parity ^ 1);
+            at_score.advance();
+            warp_wait(shared.barrier(kGradEmpty, at_grad.slot), at_grad.parity ^ 1);
             if (lane == 0) {
-                const u32 own = shared.barrier(kOwnFull, at_own.slot);
-                mbarrier_expect(own, kOwnTileBytes + kTermBytes);
-                load_chunks<kColumns>(shared.own_tile(at_own.slot), own_q, own, 0, Own::kChunks, query, visit.head, batch);
-                bulk_load(shared.terms(at_own.slot), terms + static_cast<i64>(walk.tile()) * Terms::kFloats, kTermBytes, own);
+                const u32 grad_side = shared.barrier(kGradFull, at_grad.slot);
+                mbarrier_expect(grad_side, kGradTileBytes + kStatsBytes);
+                load_chunks<kColumns>(shared.grad_tile(at_grad.slot), grad_q, grad_side, 0, GradSide::kChunks, query, item.head, batch);
+                bulk_load(shared.stats(at_grad.slot), stats + static_cast<i64>(walk.tile()) * Stats::kFloats, kStatsBytes, grad_side);
             }
-            at_own.advance();
+            at_grad.advance();
         }
     }
 };

@@ -1,4 +1,4 @@
-// The warpgroup of fused_sm90.cu that multiplies dX with the own keys, and has the copy engine add what comes out to the sums.
+// The warpgroup of fused_sm90.cu that multiplies dS with the grad side's keys, and has the copy engine add what comes out to the sums.
 #pragma once
 #include "kernels/fused_sm90/layout.cuh"
 #include "ptx/bulk.cuh"
@@ -7,72 +7,72 @@
 struct QueryGradient {
     const Extents& n;
     const Layout& shared;
-    VisitRing& visits;
+    WorkItemRing& items;
     const Workspace space;
     const int group, thread, lane;
     const u64 gradients, keys;
-    RingCursor<kHandovers> at;
+    RingCursor<kDsStages> at;
     RingCursor<kStagings> stage;
 
-    __device__ QueryGradient(const HopperFusedArgs& all, const Layout& shared, VisitRing& visits, Thread who)
-        : n(all.fused.base.n), shared(shared), visits(visits), space(all.fused), group(who.group), thread(threadIdx.x & 127),
-          lane(who.lane), gradients(swizzled_descriptor(shared.base + kHandoverAt)),
-          keys(swizzled_descriptor(shared.base + kOwnKeysAt, kRows * 128)) {}
+    __device__ QueryGradient(const HopperFusedArgs& all, const Layout& shared, WorkItemRing& items, Thread who)
+        : n(all.fused.base.n), shared(shared), items(items), space(all.fused), group(who.group), thread(threadIdx.x & 127),
+          lane(who.lane), gradients(swizzled_descriptor(shared.base + kDsAt)),
+          keys(swizzled_descriptor(shared.base + kGradKeysAt, kRows * 128)) {}
 
     __device__ void run() {
         for (;;) {
-            const Visit& visit = visits.read();
-            if (visit.head < 0) break;
-            if (visit.first) {
-                mbarrier_wait(shared.barrier(kOwnKeys), visit.own_parity);
-                clear_non_finite<E, kRows, Own::kChunks>(shared.base + kOwnKeysAt, kWarpgroup + group);
+            const WorkItem& item = items.read();
+            if (item.head < 0) break;
+            if (item.first) {
+                mbarrier_wait(shared.barrier(kGradKeys), item.grad_parity);
+                clear_non_finite<E, kRows, GradSide::kChunks>(shared.base + kGradKeysAt, kWarpgroup + group);
             }
-            work(visit);
-            visits.over();
+            work(item);
+            items.over();
         }
         if (lane == 0) bulk_wait();
     }
 
 private:
     // kColumns queries x so many columns of dQ.
-    using Part = float[kWide < Own::kChunks ? 8 * kWide : kOutTiles][4];
+    using Part = float[kWide < GradSide::kChunks ? 8 * kWide : kOutTiles][4];
 
-    __device__ void work(const Visit& visit) {
-        float* const head_sums = space.sums + space.entry(visit.block.batch, visit.head, visit.place, 0) * Workspace::kSums;
-        bool done = false;  // with the portion's keys, before the last sums are on their way
-        for (Walk walk = walk_of(visit, n); walk.more(); walk.next()) {
+    __device__ void work(const WorkItem& item) {
+        float* const head_sums = space.sums + space.entry(item.block.batch, item.head, item.segment, 0) * Workspace::kSums;
+        bool done = false;  // with the work tile's keys, before the last sums are on their way
+        for (Walk walk = walk_of(item, n); walk.more(); walk.next()) {
             float* const sums = head_sums + static_cast<i64>(walk.tile()) * Workspace::kSums;
 #pragma unroll
-            for (int first = 0; first < Own::kChunks; first += kWide) {
+            for (int first = 0; first < GradSide::kChunks; first += kWide) {
                 Part part;
-                const bool all = first + kWide >= Own::kChunks;
+                const bool all = first + kWide >= GradSide::kChunks;
                 multiply(part, first, all);
-                if (all && visit.last && walk.at_last()) {
-                    warp_arrive(shared.barrier(kOwnKeysFree));
+                if (all && item.last && walk.at_last()) {
+                    warp_arrive(shared.barrier(kGradKeysFree));
                     done = true;
                 }
 #pragma unroll
                 for (int c = first; c < first + kWide; ++c) add(sums, part, first, c);
             }
         }
-        if (visit.last && !done) warp_arrive(shared.barrier(kOwnKeysFree));
+        if (item.last && !done) warp_arrive(shared.barrier(kGradKeysFree));
     }
 
-    // The chunks of dQ from `first` on. With `all`, dX is read for the last time.
+    // The chunks of dQ from `first` on. With `all`, dS is read for the last time.
     __device__ void multiply(Part& part, int first, bool all) {
 #pragma unroll
         for (int sub = 0; sub < kSubs; ++sub) {
-            mbarrier_wait(shared.barrier(kHanded, at.slot), at.parity);
+            mbarrier_wait(shared.barrier(kDsFull, at.slot), at.parity);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kSubRows / 16; ++k)
-                wgmma<Own::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kHandoverBytes + k * 2048) >> 4),
+                wgmma<GradSide::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kDsBytes + k * 2048) >> 4),
                                         keys + ((first * kRows * 128 + (sub * kSubRows + 16 * k) * 128) >> 4), sub + k > 0);
             wgmma_commit();
             wgmma_wait<0>();
-            settle(part);
+            fence_accumulators(part);
             if (!all) continue;
-            warp_arrive(shared.barrier(kTaken, at.slot));
+            warp_arrive(shared.barrier(kDsEmpty, at.slot));
             at.advance();
         }
     }

@@ -26,9 +26,9 @@ constexpr int kLowestExponent = kTopExponent - 126;
 // One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything. Where
 // intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so that the
 // reads of several rows are under way together: such a row reads another's memory.
-__device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
-    const bool inside = (q < mask.place.queries) & !mask.keys_of(q, q + 1).empty();
-    const int first = mask.place.first_query, row = inside ? q : 0;
+__device__ inline RowStats read_row_stats(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
+    const bool inside = (q < mask.segment.queries) & !mask.keys_of(q, q + 1).empty();
+    const int first = mask.segment.first_query, row = inside ? q : 0;
     const float lse_t = row_vector(args.teacher_lse, b, h, first)[row * args.teacher_lse.row];
     const float lse_s = row_vector(args.student_lse, b, h, first)[row * args.student_lse.row];
     const float weight = row_vector(args.grad, b, h, first)[row * args.grad.row];
@@ -37,22 +37,22 @@ __device__ inline RowTerms read_terms(const GradientArgs& args, const Mask& mask
     return {seen ? kLog2e * lse_t : 0.f, seen ? kLog2e * lse_s : 0.f, seen ? weight : 0.f, seen ? kLog2e * value : 0.f};
 }
 
-// Terms of COLUMNS streamed queries, as floats: all log-sum-exps of the teacher, all of the student, the weights and, where the
+// Stats of COLUMNS streamed queries, as floats: all log-sum-exps of the teacher, all of the student, the weights and, where the
 // logit gradient needs them, the values. A lane's accumulators belong to pairs of queries, and the eight lanes that share a pair
 // get its two floats in one wavefront; of four floats side by side they would take four.
 template <int COLUMNS>
-struct TermLayout {
+struct RowStatsLayout {
     static constexpr int kPerQuery = Logit::kNeedsValue ? 4 : 3;
     static constexpr int kFloats = kPerQuery * COLUMNS;
 
-    __device__ static void write(float* tile, int column, const RowTerms& x) {
+    __device__ static void write(float* tile, int column, const RowStats& x) {
         tile[column] = x.lse_t;
         tile[COLUMNS + column] = x.lse_s;
         tile[2 * COLUMNS + column] = x.weight;
         if constexpr (Logit::kNeedsValue) tile[3 * COLUMNS + column] = x.value;
     }
     // Of a pair of neighbouring columns, from shared memory.
-    __device__ static void read(RowTerms (&x)[2], u32 tile, int pair) {
+    __device__ static void read(RowStats (&x)[2], u32 tile, int pair) {
         const auto two = [tile, pair](int vector) { return shared_float2(tile + 4 * COLUMNS * vector + 8 * pair); };
         const float2 lse_t = two(0), lse_s = two(1), weight = two(2);
         const float2 value = Logit::kNeedsValue ? two(3) : float2{0.f, 0.f};
