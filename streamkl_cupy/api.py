@@ -6,14 +6,15 @@ Each reads as the data flow: parse the call, read its arrays and check them, run
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
-from . import arrays, planning, reduce, validate
+from . import arrays, frameworks, planning, reduce, validate
 from .arguments import choice
-from .arrays import ArrayView, Inputs, RowStats, Saved, describe
+from .arrays import ArrayView, RowStats, Saved
 from .call import ATTENTION_KL, OPS, Call, Ready, runner_for
+from .frameworks import describe
+from .frameworks.base import FRAMEWORKS
 from .options import REDUCTIONS, Layout, Precision, Reduction
 from .problem import INPUT_NAMES, STUDENT, Device, Problem, Wrt
 from .results import A, KLForward, KLForwardMass, KLGradients
@@ -124,29 +125,31 @@ def _loss(
         return loss(operands, given, row_weight, reduction, return_lse, dense_teacher_lse)
     call = Call.of(ATTENTION_KL, operands, given)
     validate.loss(reduction, return_lse, dense_teacher_lse)
-    framework = arrays.framework_of("student_q", student_q)
-    if row_weight is not None or framework == "jax":
-        found = {name: arrays.framework_of(name, x) for name, x in zip(INPUT_NAMES, operands, strict=True)}
+    framework = frameworks.framework_of("student_q", student_q)
+    door = FRAMEWORKS[framework].door()
+    if row_weight is not None or door is not None:
+        found = {name: frameworks.framework_of(name, x) for name, x in zip(INPUT_NAMES, operands, strict=True)}
         if row_weight is not None:
             found["row_weight"] = validate.weight_framework(row_weight, framework)
         validate.one_framework(found)
-    if framework == "jax":
-        return _jax().loss(call, row_weight, reduction, return_lse, dense_teacher_lse)
+    if door is not None:
+        return door.loss(call, row_weight, reduction, return_lse, dense_teacher_lse)
     ready = call.ready()
-    inputs = ready.inputs
-    weight = None if row_weight is None else validate.row_weight(row_weight, ready.checked.row_shape, inputs.student_q)
-    if inputs.student_q.framework not in arrays.OWN:
-        _check_no_gradient_wanted(inputs, (*operands, row_weight))
+    like = ready.inputs.student_q
+    weight = None if row_weight is None else validate.row_weight(row_weight, ready.checked.row_shape, like)
+    if like.framework not in frameworks.OWN:
+        named = zip((*INPUT_NAMES, "row_weight"), (*operands, row_weight), strict=True)
+        FRAMEWORKS[framework].check_no_gradient_wanted((name, x) for name, x in named if x is not None)
     dense = _dense_rows(dense_teacher_lse, ready)
     stats = ready.forward()
     kl, teacher_lse, student_lse = (view.array for view in stats)
     if weight is not None or reduction != "none":
-        with arrays.on_device(inputs.student_q):
-            kl = reduce.reduce_rows(_namespace(inputs), kl, teacher_lse, weight, reduction)
+        with frameworks.on_device(like):
+            kl = reduce.reduce_rows(frameworks.namespace(like), kl, teacher_lse, weight, reduction)
     if not return_lse:
-        return arrays.given_back(inputs.student_q, student_q, kl)
-    rows = _with_mass(inputs, KLForward(kl, teacher_lse, student_lse), stats, dense)
-    return arrays.given_back(inputs.student_q, student_q, rows)
+        return frameworks.given_back(like, student_q, kl)
+    rows = _with_mass(like, KLForward(kl, teacher_lse, student_lse), stats, dense)
+    return frameworks.given_back(like, student_q, rows)
 
 
 def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse: Any) -> Any:
@@ -154,11 +157,11 @@ def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
     like = ready.inputs.student_q
-    if like.framework == "jax":
-        return _jax().forward(call, dense_teacher_lse)
+    if (door := FRAMEWORKS[like.framework].door()) is not None:
+        return door.forward(call, dense_teacher_lse)
     stats = ready.forward()
-    rows = _with_mass(ready.inputs, KLForward(*(view.array for view in stats)), stats, dense)
-    return arrays.given_back(like, operands[2], rows)
+    rows = _with_mass(like, KLForward(*(view.array for view in stats)), stats, dense)
+    return frameworks.given_back(like, operands[2], rows)
 
 
 def _backward(
@@ -187,10 +190,10 @@ def _backward(
         if view is not None:
             validate.row_array(view, ready.checked.row_shape, ready.checked.stat_dtype, like)
     validate.gradients_built(ready.checked.problem, wrt)
-    if like.framework == "jax":
-        return _jax().backward(call, (grad, teacher_lse, student_lse, kl), wrt)  # type: ignore[no-any-return]
+    if (door := FRAMEWORKS[like.framework].door()) is not None:
+        return door.backward(call, (grad, teacher_lse, student_lse, kl), wrt)  # type: ignore[no-any-return]
     grads = KLGradients(*ready.backward(rows, wrt))
-    return arrays.given_back(like, operands[2], grads)
+    return frameworks.given_back(like, operands[2], grads)
 
 
 def _value_and_grad(
@@ -206,21 +209,20 @@ def _value_and_grad(
         )
     ready = call.ready()
     like = ready.inputs.student_q
+    framework = FRAMEWORKS[like.framework]
     validate.gradients_built(ready.checked.problem, wrt)
     if row_weight is not None:
-        row_weight = validate.row_weight(row_weight, ready.checked.row_shape, like)
-    if like.framework == "jax":
-        return _jax().value_and_grad(call, row_weight, reduction, wrt)  # type: ignore[no-any-return]
-    if hasattr(row_weight, "detach"):
-        row_weight = row_weight.detach()
+        row_weight = framework.detached(validate.row_weight(row_weight, ready.checked.row_shape, like))
+    if (door := framework.door()) is not None:
+        return door.value_and_grad(call, row_weight, reduction, wrt)  # type: ignore[no-any-return]
     stats = ready.forward()
-    xp = _namespace(ready.inputs)
-    with arrays.on_device(like):
+    xp = frameworks.namespace(like)
+    with frameworks.on_device(like):
         value = reduce.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
         grad = reduce.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
     saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
     grads = KLGradients(*ready.backward(saved, wrt))
-    give = functools.partial(arrays.given_back, like, operands[2])
+    give = functools.partial(frameworks.given_back, like, operands[2])
     return give(value), give(grads)
 
 
@@ -247,40 +249,23 @@ def _problem(
     return problem, wrt
 
 
-def _check_no_gradient_wanted(inputs: Inputs, given: tuple[Any, ...]) -> None:
-    guests = importlib.import_module(".guests", __package__)
-    names = (*INPUT_NAMES, "row_weight")
-    guests.check_no_gradient_wanted(
-        inputs.student_q.framework, [(name, x) for name, x in zip(names, given, strict=True) if x is not None]
-    )
-
-
 def _dense_rows(dense: Any, ready: Ready) -> ArrayView | None:
     if dense is None:
         return None
-    view = describe("dense_teacher_lse", dense.detach() if hasattr(dense, "detach") else dense)
+    view = describe("dense_teacher_lse", dense)
     validate.row_array(view, ready.checked.row_shape, ready.checked.stat_dtype, ready.inputs.student_q)
-    return view
+    return view._replace(array=FRAMEWORKS[view.framework].detached(view.array))
 
 
 def _with_mass(
-    inputs: Inputs, rows: KLForward[Any], stats: RowStats, dense_view: ArrayView | None
+    like: ArrayView, rows: KLForward[Any], stats: RowStats, dense: ArrayView | None
 ) -> KLForward[Any] | KLForwardMass[Any]:
-    if dense_view is None:
+    if dense is None:
         return rows
-    dense = dense_view.array
-    if dense_view.device.kind == "cpu":
-        validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense_view))
-    with arrays.on_device(inputs.student_q):
-        return KLForwardMass(*rows, reduce.teacher_mass(_namespace(inputs), rows.teacher_lse, dense))
-
-
-def _namespace(inputs: Inputs) -> Any:
-    return arrays.namespace(arrays.native(inputs.student_q))
-
-
-def _jax() -> Any:
-    return importlib.import_module(".jax", __package__)
+    if dense.device.kind == "cpu":
+        validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense))
+    with frameworks.on_device(like):
+        return KLForwardMass(*rows, reduce.teacher_mass(frameworks.namespace(like), rows.teacher_lse, dense.array))
 
 
 @overload

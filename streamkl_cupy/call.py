@@ -8,10 +8,12 @@ from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
-from . import arrays, hints, numpy_backend, validate
-from .adapters import ADAPTERS
-from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, describe
+from . import arrays, frameworks, hints, numpy_backend, validate
+from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved
 from .errors import DriverError
+from .frameworks import describe
+from .frameworks.base import FRAMEWORKS
+from .frameworks.cupy import cupy_module
 from .locks import ForkLock, generation
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
 from .problem import INPUT_NAMES, STUDENT, Device, Problem
@@ -79,19 +81,19 @@ class Ready(NamedTuple):
     def forward(self) -> RowStats:
         """Allocate row results and launch."""
         like = self.inputs.student_q
-        outputs = arrays.empty_rows(like, self.checked.row_shape, self.checked.stat_dtype)
+        outputs = frameworks.empty_rows(like, self.checked.row_shape, self.checked.stat_dtype)
         self.launch(outputs)
-        if like.framework not in arrays.OWN:
-            arrays.hold((*self.inputs, *(self.masks or ())))
+        if like.framework not in frameworks.OWN:
+            frameworks.hold((*self.inputs, *(self.masks or ())))
         return outputs
 
     def launch(self, outputs: RowStats) -> None:
         """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
         inputs, masks, checked = self
         like = inputs.student_q
-        stream = arrays.stream_of(like)
+        stream = frameworks.stream_of(like)
         if checked.workspace_bytes:
-            workspace = arrays.empty(like, (checked.workspace_bytes // 4,), "float32")
+            workspace = frameworks.empty(like, (checked.workspace_bytes // 4,), "float32")
             checked.runner.forward(inputs, outputs, stream, workspace.ptr, masks)
         else:
             checked.runner.forward(inputs, outputs, stream, 0, masks)
@@ -100,16 +102,17 @@ class Ready(NamedTuple):
         """Allocate the gradients named in `wrt` and launch; None for the others."""
         inputs, masks, (runner, *_) = self
         outputs: list[ArrayView | None] = [
-            arrays.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs
+            frameworks.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs
         ]
         like = inputs.student_q
-        stream = arrays.stream_of(like)
+        stream = frameworks.stream_of(like)
         if size := runner.backward_bytes(wrt):
-            workspace = arrays.empty(like, (size // 4,), "float32")
+            workspace = frameworks.empty(like, (size // 4,), "float32")
             runner.backward(inputs, saved, Gradients(*outputs), stream, workspace.ptr, masks)
         else:
             runner.backward(inputs, saved, Gradients(*outputs), stream, 0, masks)
-        arrays.hold((*inputs, *saved, *(masks or ())))
+        if like.framework not in frameworks.OWN:
+            frameworks.hold((*inputs, *saved, *(masks or ())))
         return tuple(None if out is None else out.array for out in outputs)
 
 
@@ -152,8 +155,8 @@ def prepare(inputs: Inputs, options: Options, masks: MaskArrays | None = None) -
 
 def as_framework_says(like: ArrayView) -> bool:
     """What `deterministic=None` means beside arrays like this one: whatever their framework has been asked for."""
-    adapter = ADAPTERS.get(like.framework)
-    return adapter is not None and adapter.deterministic()
+    framework = FRAMEWORKS.get(like.framework)
+    return framework is not None and framework.deterministic()
 
 
 def runner_for(problem: Problem) -> Runner:
@@ -196,7 +199,7 @@ def backend(device: Device) -> Any:
     if device.kind == "cpu":
         return numpy_backend
     _check_fork()
-    arrays.cupy_module()
+    cupy_module()
     return importlib.import_module(".launch", __package__)
 
 
@@ -220,7 +223,7 @@ def view_masks(given: tuple[Any, ...], framework: str) -> MaskArrays | None:
     if given is NO_MASKS or all(map(_is_none, given)):
         return None
     return MaskArrays(
-        *(None if x is None else arrays.describe_mask(name, x, framework) for name, x in zip(MASK_ARRAYS, given))
+        *(None if x is None else frameworks.describe_mask(name, x, framework) for name, x in zip(MASK_ARRAYS, given))
     )
 
 
@@ -229,16 +232,16 @@ def outline(given: tuple[Any, ...], device: Device | None = None) -> Inputs:
 
     Stand-ins are where the arrays among the four are, else on the current GPU, else on the CPU.
     """
-    views = {n: describe(n, x) for n, x in zip(INPUT_NAMES, given, strict=True) if not arrays.is_standin(n, x)}
+    views = {n: describe(n, x) for n, x in zip(INPUT_NAMES, given, strict=True) if not frameworks.is_standin(n, x)}
     framework = "stand-in"
     if views:
         like = next(iter(views.values()))
         framework, place = like.framework, like.device
     else:
-        gpu = None if device else arrays.current_gpu()
+        gpu = None if device else frameworks.current_gpu()
         place = arrays.CPU if gpu is None else arrays.cuda(gpu)
     for name, x in zip(INPUT_NAMES, given, strict=True):
-        view = views.get(name) or arrays.standin(name, x, place)._replace(framework=framework)
+        view = views.get(name) or frameworks.standin(name, x, place)._replace(framework=framework)
         views[name] = view if device is None else view._replace(device=device)
     return Inputs(**views)
 
@@ -255,8 +258,8 @@ def outline_masks(given: tuple[Any, ...], like: ArrayView, device: Device | None
         if x is None:
             views.append(None)
             continue
-        real = hasattr(x, "dtype") and not arrays.is_standin(name, x)
-        view = arrays.describe_mask(name, x) if real else arrays.standin(name, x, like.device)
+        real = hasattr(x, "dtype") and not frameworks.is_standin(name, x)
+        view = frameworks.describe_mask(name, x) if real else frameworks.standin(name, x, like.device)
         if not real or device is not None or like.framework == "stand-in":
             view = view._replace(framework=like.framework, device=like.device)
         views.append(view)

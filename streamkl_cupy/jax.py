@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from . import arrays, reduce, validate
-from .adapters import xla_deterministic
+from . import arrays, frameworks, reduce, validate
 from .api import attention_kl_backward, attention_kl_forward, attention_kl_value_and_grad
 from .call import ATTENTION_KL, Call, prepare, runner_for
-from .guests import pointer_of
+from .frameworks.dlpack import pointer_of
+from .frameworks.jax import xla_deterministic
 from .options import MASK_ARRAYS, Options
 from .problem import INPUT_NAMES, Device, Problem, compact_strides
 from .results import KLForward, KLForwardMass, KLGradients
@@ -527,7 +527,7 @@ def _check_masks(config: _Config, call: Call) -> None:
     """Check arrays of masks, and their values where that can be done at once: an error inside XLA reads badly."""
     for name, x in _given(call.masks).items():
         if not isinstance(x, jax.Array):
-            raise arrays.no_mask_array(name, x, "jax")
+            raise frameworks.no_mask_array(name, x, "jax")
     known = {n: x for n, x in _given(call.masks).items() if not isinstance(x, jax.core.Tracer)}
     if known and config.platform == "cpu":
         views, seen = _standins(call.operands, call.masks, arrays.CPU)
@@ -580,8 +580,8 @@ def _buffer_callback() -> Any:
 
 
 def _standins(inputs: tuple[Any, ...], masks: _Masks, device: Device) -> tuple[arrays.Inputs, arrays.MaskArrays | None]:
-    views = arrays.Inputs(*(arrays.standin(name, x, device) for name, x in zip(INPUT_NAMES, inputs, strict=True)))
-    seen = {name: arrays.standin(name, x, device) for name, x in _given(masks).items()}
+    views = arrays.Inputs(*(frameworks.standin(name, x, device) for name, x in zip(INPUT_NAMES, inputs, strict=True)))
+    seen = {name: frameworks.standin(name, x, device) for name, x in _given(masks).items()}
     return views, arrays.MaskArrays(**seen) if seen else None
 
 
@@ -590,7 +590,7 @@ def _check(config: _Config, inputs: tuple[Any, ...], masks: _Masks, wrt: tuple[s
     if config.platform not in ("cpu", "gpu"):
         raise NotImplementedError(f"JAX platform {config.platform!r}: built are the CPU and CUDA GPUs")
     on_gpu = config.platform == "gpu"
-    device = arrays.cuda(arrays.current_gpu() or 0) if on_gpu else arrays.CPU
+    device = arrays.cuda(frameworks.current_gpu() or 0) if on_gpu else arrays.CPU
     views, seen = _standins(inputs, masks, device)
     problem = validate.to_problem(views, config.options, seen)
     validate.gradients_built(problem, wrt)
@@ -601,5 +601,5 @@ def _check(config: _Config, inputs: tuple[Any, ...], masks: _Masks, wrt: tuple[s
 
 def _check_weight(weight: Any, rows: Any) -> None:
     if weight is not None:
-        like = arrays.standin("student_q", rows, arrays.CPU)._replace(framework="jax")
+        like = frameworks.standin("student_q", rows, arrays.CPU)._replace(framework="jax")
         validate.row_weight(weight, rows.shape, like)

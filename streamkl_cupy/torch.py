@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import arrays, reduce, validate
+from . import frameworks, reduce, validate
 from .arguments import a_kind_of
 from .arrays import RowStats, Saved
 from .call import ATTENTION_KL, Call
@@ -62,7 +62,7 @@ def loss(
     if traced or masks is not NO_MASKS:  # not every version's tracer knows `is` of tuples
         for name, x in zip(MASK_ARRAYS, masks):
             if x is not None and not isinstance(x, Tensor):
-                raise arrays.no_mask_array(name, x, "torch")
+                raise frameworks.no_mask_array(name, x, "torch")
     if not traced and _plain(inputs) and _plain_masks(masks):
         kl, teacher_lse, student_lse = (view.array for view in call.ready().forward())
     elif traced:
@@ -362,7 +362,7 @@ def _launch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     ready = call.ready()
     # Three allocations, where the direct path makes one: operator outputs must not share memory.
     like = ready.inputs.student_q
-    rows = RowStats(*(arrays.empty(like, ready.checked.row_shape, ready.checked.stat_dtype) for _ in range(3)))
+    rows = RowStats(*(frameworks.empty(like, ready.checked.row_shape, ready.checked.stat_dtype) for _ in range(3)))
     ready.launch(rows)
     if call.options.block_mask is not None:
         # What a backward reads keeps the pattern, of which operators know the key only.
@@ -378,10 +378,10 @@ def _launch_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ready = call.ready()
     validate.gradients_built(ready.checked.problem, wrt)
     saved = Saved(
-        arrays.describe("grad", grad),
-        arrays.describe("teacher_lse", teacher_lse),
-        arrays.describe("student_lse", student_lse),
-        None if kl is None else arrays.describe("kl", kl),
+        frameworks.describe("grad", grad),
+        frameworks.describe("teacher_lse", teacher_lse),
+        frameworks.describe("student_lse", student_lse),
+        None if kl is None else frameworks.describe("kl", kl),
     )
     a, b, c, d = (call.operands[2].new_empty(0) if g is None else g for g in ready.backward(saved, wrt))
     return a, b, c, d

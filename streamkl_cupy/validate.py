@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import arrays
-from .adapters import dtype_label
 from .arguments import a_kind_of, choice, listed, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
+from .frameworks import conversion, framework_of
+from .frameworks.base import dtype_label, known
 from .options import LAYOUTS, MASK_ARRAYS, REDUCTIONS, Options
 from .planning import MAX_DIM, MAX_TEACHER_DIM
 from .problem import INPUT_NAMES, Operand, Problem, Side, Wrt, canonical_strides, compact_strides
@@ -102,9 +102,7 @@ def one_framework(found: dict[str, str]) -> str:
     (first, framework), *rest = found.items()
     for name, other in rest:
         if other != framework:
-            # Towards the framework that has gradients, or a GPU.
-            ranks = {"numpy": 0, "cupy": 2, "torch": 3, "jax": 3}
-            if ranks.get(other, 1) > ranks.get(framework, 1):
+            if known(other).prevails > known(framework).prevails:
                 way = conversion(first, framework, other)
             else:
                 way = conversion(name, other, framework)
@@ -124,26 +122,6 @@ def not_of(framework: str, name: str, x: Any) -> TypeError:
         f"{name} is {a_kind_of(x)}; allowed here are {framework} arrays, as all arrays of a call come from one "
         f"framework. Make one: {conversion(name, other, framework)}"
     )
-
-
-def conversion(name: str, framework: str, target: str) -> str:
-    """An expression that makes the array of a name, which is `framework`'s, one of `target`'s."""
-    if target == "numpy" and framework in _TO_NUMPY:
-        return _TO_NUMPY[framework].format(name=name)
-    if target == "torch" and framework in ("numpy", "cupy"):
-        return f"torch.as_tensor({name}, device=student_q.device)"
-    return _CONVERSIONS.get(target, f"{target}'s from_dlpack({{name}})").format(name=name)
-
-
-_TO_NUMPY = {"cupy": "cupy.asnumpy({name})", "torch": "{name}.numpy(force=True)"}
-_CONVERSIONS = {
-    "numpy": "np.asarray({name})",
-    "cupy": "cupy.asarray({name})",
-    "torch": "torch.from_dlpack({name})",
-    "jax": "jax.numpy.asarray({name})",
-    "tensorflow": "tf.convert_to_tensor({name})",
-    "paddle": "paddle.to_tensor({name})",
-}
 
 
 def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Problem:
@@ -218,11 +196,9 @@ def _check_mask_arrays(masks: MaskArrays, extents: rules.Extents) -> None:
         if misfit := rules.ARRAYS[name].misfit(view.shape, extents):
             raise ValueError(f"{name}: shape {view.shape}{misfit}")
         if not rules.ARRAYS[name].bits and view.strides != compact_strides(view.shape):
-            library = arrays.native(view)
-            copy = f"{name}.contiguous()" if library == "torch" else f"{library}.ascontiguousarray({name})"
             raise ValueError(
                 f"{name}: stride {view.strides[0]} between its {view.shape[0]} elements; allowed is 1, a contiguous "
-                f"array. Pass {copy}"
+                f"array. Pass {known(view.framework).contiguous(name, view.device)}"
             )
 
 
@@ -234,12 +210,14 @@ def same_place(first: ArrayView, view: ArrayView) -> None:
     """One framework and one device for all arrays of a call."""
     if view.framework != first.framework:
         one_framework({first.name: first.framework, view.name: view.framework})
-    same_device(first.name, first.device, view.name, view.device)
+    if view.device is not first.device:
+        same_device(first.name, first.device, view.name, view.device)
 
 
 def row_array(view: ArrayView, row_shape: tuple[int, ...], dtype: str, like: ArrayView) -> None:
     """Check an array with one value per query row: grad, kl or a log-sum-exp."""
-    one_per_row(view.name, view, row_shape, dtype)
+    if view.shape != row_shape or view.dtype != dtype:
+        one_per_row(view.name, view, row_shape, dtype)
     same_place(like, view)
 
 
@@ -258,7 +236,7 @@ def one_per_row(name: str, x: Any, row_shape: tuple[int, ...], dtype: Any) -> No
 
 def same_device(first: str, here: Any, name: str, there: Any) -> None:
     """One device for all arrays of a call."""
-    if here is not there and here != there:
+    if here != there:
         raise ValueError(
             f"{first} is on {here}, but {name} is on {there}; all arrays of a call live on one device. "
             f"Move {name} first"
@@ -304,13 +282,13 @@ def weight_framework(weight: Any, framework: str) -> str:
             f"row_weight is {a_kind_of(weight)}; pass an array of the inputs' framework, that broadcasts to the rows: "
             f"{conversion('row_weight', 'numpy', framework)}"
         )
-    return arrays.framework_of("row_weight", weight)
+    return framework_of("row_weight", weight)
 
 
 def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> Any:
     """Weights as the rows' library takes them: real numbers of the inputs' framework that broadcast to the rows."""
     one_framework({like.name: like.framework, "row_weight": weight_framework(weight, like.framework)})
-    weight = arrays.computable(like._replace(name="row_weight"), weight)
+    weight = known(like.framework).values("row_weight", weight)
     same_device(like.name, getattr(like.array, "device", None), "row_weight", getattr(weight, "device", None))
     weights(weight, row_shape)
     return weight

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import KLForward, KLGradients, arrays, call, reduce
+from streamkl_cupy import KLForward, KLGradients, arrays, call, frameworks, reduce
 from streamkl_cupy.call import ATTENTION_KL, Call
 from streamkl_cupy.options import Options
 from streamkl_cupy.problem import INPUT_NAMES
@@ -589,10 +589,10 @@ def test_plan_and_warmup(fake: type[FakeRunner]) -> None:
 
 def test_plan_of_standins(fake: type[FakeRunner], monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [type("Shape", (), {"shape": (2, 4, 7, 16), "dtype": "bfloat16"}) for _ in INPUT_NAMES]
-    monkeypatch.setattr(arrays, "current_gpu", lambda: None)
+    monkeypatch.setattr(frameworks, "current_gpu", lambda: None)
     problem: Any = streamkl_cupy.plan(*shapes)
     assert str(problem.device) == "cpu"
-    monkeypatch.setattr(arrays, "current_gpu", lambda: 1)
+    monkeypatch.setattr(frameworks, "current_gpu", lambda: 1)
     problem = streamkl_cupy.plan(*shapes)
     assert str(problem.device) == "cuda:1"
     x = np.ones((2, 4, 7, 16), np.float32)
@@ -610,7 +610,7 @@ def test_plan_for_an_architecture(arch: str) -> None:
 
 def test_no_usable_gpu() -> None:
     """A GPU can be asked for by name only through arch; without one, stand-ins mean the CPU and arrays stay there."""
-    if arrays.current_gpu() is not None:
+    if frameworks.current_gpu() is not None:
         pytest.skip("has a GPU")
     shapes = [type("Shape", (), {"shape": (2, 4, 7, 16), "dtype": "float32"}) for _ in INPUT_NAMES]
     assert "numpy" in str(streamkl_cupy.plan(*shapes))
@@ -674,7 +674,7 @@ def test_cupy_streams() -> None:
     x = [cupy.asarray(a) for a in c.arrays]
     expected = streamkl_cupy.attention_kl(*x)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        assert arrays.stream_of(arrays.describe("q", x[0])) == stream.ptr
+        assert frameworks.stream_of(frameworks.describe("q", x[0])) == stream.ptr
         result = streamkl_cupy.attention_kl(*x, reduction="sum")
     stream.synchronize()
     assert type(result) is cupy.ndarray
@@ -686,10 +686,10 @@ def test_torch_streams() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch has no CUDA")
-    view = arrays.describe("q", torch.ones(2, 3, device="cuda"))
+    view = frameworks.describe("q", torch.ones(2, 3, device="cuda"))
     with torch.cuda.stream(torch.cuda.Stream()) as _:
-        assert arrays.stream_of(view) == torch.cuda.current_stream().cuda_stream != 0
-    assert arrays.stream_of(view) == torch.cuda.current_stream().cuda_stream
+        assert frameworks.stream_of(view) == torch.cuda.current_stream().cuda_stream != 0
+    assert frameworks.stream_of(view) == torch.cuda.current_stream().cuda_stream
 
 
 @pytest.mark.gpu

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import adapters, arrays, install
-from streamkl_cupy.arrays import describe, host
+from streamkl_cupy import arrays, frameworks, install
+from streamkl_cupy.arrays import host
+from streamkl_cupy.frameworks import describe, dlpack
 
 BASE = np.arange(2 * 3 * 5 * 8, dtype=np.float32).reshape(2, 3, 5, 8)
 NUMPY_VIEWS = {
@@ -58,7 +59,7 @@ def test_bfloat16_of_ml_dtypes() -> None:
     view = describe("q", x)
     assert (view.dtype, view.strides) == ("bfloat16", (120, -40, 8, 1))
     np.testing.assert_array_equal(host(view), x.view(np.uint16))
-    assert arrays.empty(view, (2, 3), "bfloat16").array.dtype == x.dtype
+    assert frameworks.empty(view, (2, 3), "bfloat16").array.dtype == x.dtype
 
 
 def test_strides_of_axes_of_one_are_settled() -> None:
@@ -119,8 +120,8 @@ def test_no_framework_is_imported() -> None:
 def test_cupy_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match=re.escape(install.cuda())):
-        arrays.cupy_module()
-    assert arrays.current_gpu() is None
+        frameworks.cupy.cupy_module()
+    assert frameworks.current_gpu() is None
 
 
 # torch
@@ -194,9 +195,9 @@ def test_torch_transforms(torch: Any) -> None:
 
 def test_torch_streams(torch: Any) -> None:
     """The private question is used where it exists, the public one where not."""
-    adapter = adapters.Torch(torch)
-    adapter.raw_stream = lambda index: 70 + index
-    assert adapter.stream(3) == 73
+    framework = frameworks.torch.Torch(torch)
+    framework.raw_stream = lambda index: 70 + index
+    assert framework.stream(arrays.cuda(3)) == 73
 
     class Streams:
         class cuda:
@@ -204,16 +205,16 @@ def test_torch_streams(torch: Any) -> None:
             def current_stream(index: int) -> Any:
                 return type("Stream", (), {"cuda_stream": 80 + index})
 
-    adapter.raw_stream, adapter.torch = None, Streams
-    assert adapter.stream(2) == 82
-    assert arrays.stream_of(describe("q", torch.ones(2, 3))) == 0
+    framework.raw_stream, framework.torch = None, Streams
+    assert framework.stream(arrays.cuda(2)) == 82
+    assert frameworks.stream_of(describe("q", torch.ones(2, 3))) == 0
 
 
 def test_torch_allocates_plain_tensors(torch: Any) -> None:
     x = describe("q", torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True))
-    out = arrays.empty(x, (4, 5), "bfloat16")
+    out = frameworks.empty(x, (4, 5), "bfloat16")
     assert (out.array.dtype, out.strides, out.array.requires_grad) == (torch.bfloat16, (5, 1), False)
-    rows = arrays.empty_rows(x, (2, 3), "float32")
+    rows = frameworks.empty_rows(x, (2, 3), "float32")
     for view, plane in zip(rows, (0, 1, 2), strict=True):
         assert view.ptr == view.array.data_ptr() == rows.kl.ptr + plane * 24
         assert view.strides == view.array.stride() == (3, 1)
@@ -237,8 +238,8 @@ def test_jax_is_read_in_place(jax: Any) -> None:
 
 def test_jax_kinds_that_hold_no_numbers(jax: Any) -> None:
     def look(x: Any) -> Any:
-        assert arrays.framework_of("teacher_q", x) == "jax"
-        assert arrays.is_standin("teacher_q", x)
+        assert frameworks.framework_of("teacher_q", x) == "jax"
+        assert frameworks.is_standin("teacher_q", x)
         with pytest.raises(TypeError, match=r"teacher_q is a JAX tracer.*call streamkl_cupy.attention_kl instead"):
             describe("teacher_q", x)
         return x.sum()
@@ -268,7 +269,7 @@ class _Spread:
 
 def test_jax_spread_over_devices(jax: Any) -> None:
     with pytest.raises(ValueError, match=r"q is spread over 2 devices; call attention_kl inside jax.shard_map"):
-        adapters.JAX(jax).read("q", _Spread())
+        frameworks.jax.JAX(jax).read("q", _Spread())
 
 
 # CuPy, by an imitation: reading touches no driver.
@@ -286,7 +287,7 @@ class _FakeCuPyArray:
 
 
 def test_cupy_reading() -> None:
-    view = adapters.CuPy(None).read("q", _FakeCuPyArray(BASE.transpose(0, 2, 1, 3), device=1))
+    view = frameworks.cupy.CuPy(None).read("q", _FakeCuPyArray(BASE.transpose(0, 2, 1, 3), device=1))
     assert (view.framework, str(view.device), view.strides) == ("cupy", "cuda:1", (120, 8, 40, 1))
 
 
@@ -319,7 +320,7 @@ class _FakeCuPy:
 
 def test_borrowed_memory_is_kept_until_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = _FakeCuPy()
-    monkeypatch.setattr(arrays, "cupy_module", lambda: cupy)
+    monkeypatch.setattr(dlpack, "cupy_module", lambda: cupy)
 
     class Owner:
         pass
@@ -327,7 +328,7 @@ def test_borrowed_memory_is_kept_until_the_gpu_is_done(monkeypatch: pytest.Monke
     def lend() -> weakref.ref[Owner]:
         owner = Owner()
         view = describe("q", BASE)._replace(framework="guest", device=arrays.cuda(0), array=owner)
-        arrays.hold((view, None))
+        frameworks.hold((view, None))
         return weakref.ref(owner)
 
     first = lend()
@@ -339,13 +340,13 @@ def test_borrowed_memory_is_kept_until_the_gpu_is_done(monkeypatch: pytest.Monke
     third = lend()
     assert first() is None
     assert third() is not None
-    arrays._lent.clear()
+    dlpack._lent.clear()
 
 
 def test_own_memory_is_not_held() -> None:
     view = describe("q", BASE)
-    arrays.hold((view, view._replace(framework="guest"), view._replace(device=arrays.cuda(0)), None))
-    assert not arrays._lent
+    frameworks.hold((view, view._replace(framework="guest"), view._replace(device=arrays.cuda(0)), None))
+    assert not dlpack._lent
 
 
 # Stand-ins
@@ -357,12 +358,12 @@ def test_standins(torch: Any, jax: Any) -> None:
         jax.ShapeDtypeStruct((2, 3), "bfloat16"),
         type("Shape", (), {"shape": [2, 3], "dtype": "bfloat16"}),
     ):
-        assert arrays.is_standin("q", x)
-        view = arrays.standin("q", x, arrays.CPU)
+        assert frameworks.is_standin("q", x)
+        view = frameworks.standin("q", x, arrays.CPU)
         assert (view.shape, view.strides, view.dtype, view.ptr) == ((2, 3), (3, 1), "bfloat16", 0)
     for real in (BASE, torch.ones(2), jax.numpy.ones(2)):
-        assert not arrays.is_standin("q", real)
+        assert not frameworks.is_standin("q", real)
     with pytest.raises(TypeError, match="teacher_q is a list; allowed are arrays, and objects with a shape"):
-        arrays.standin("teacher_q", [1], arrays.CPU)
+        frameworks.standin("teacher_q", [1], arrays.CPU)
     with pytest.raises(TypeError, match="teacher_q has dtype int32"):
-        arrays.standin("teacher_q", type("Shape", (), {"shape": (2,), "dtype": np.int32}), arrays.CPU)
+        frameworks.standin("teacher_q", type("Shape", (), {"shape": (2,), "dtype": np.int32}), arrays.CPU)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, catalogue, install, settings
+from streamkl_cupy import catalogue, frameworks, install, settings
 from streamkl_cupy import compile as compiler
 from streamkl_cupy.__main__ import COMMANDS, main
 from streamkl_cupy.cli import bench, cases, doctor, environment, peers, report
@@ -364,7 +364,7 @@ def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 def test_bench_on_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    if arrays.current_gpu() is not None:
+    if frameworks.current_gpu() is not None:
         pytest.skip("there is one")
     assert main(["bench", "--device", "cuda"]) == 2
     assert "error:" in capsys.readouterr().err

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, call
-from streamkl_cupy.adapters import xla_deterministic
+from streamkl_cupy import arrays, call, frameworks
 from streamkl_cupy.call import ATTENTION_KL, Call
+from streamkl_cupy.frameworks.jax import xla_deterministic
 from streamkl_cupy.testing.problems import make
 
 
@@ -87,10 +87,10 @@ def test_jax_programs_know_the_flag(monkeypatch: pytest.MonkeyPatch, said: bool 
 
 def test_plan_and_warmup_say_the_same(torch_switched: Any) -> None:
     x = [torch_switched.from_numpy(a.astype(np.float16)) for a in make(M=128, N=128, D_t=64).arrays]
-    assert "deterministic=True: one pass" in str(streamkl_cupy.plan(*x, arch="sm_90"))
-    assert "deterministic=True: one pass" not in str(streamkl_cupy.plan(*x, arch="sm_90", deterministic=False))
+    assert "deterministic=True, and one pass" in str(streamkl_cupy.plan(*x, arch="sm_90"))
+    assert "deterministic=True, and one pass" not in str(streamkl_cupy.plan(*x, arch="sm_90", deterministic=False))
     shapes = [type("Shape", (), {"shape": tuple(t.shape), "dtype": t.dtype})() for t in x]
-    assert "deterministic=True: one pass" not in str(streamkl_cupy.plan(*shapes, arch="sm_90"))
+    assert "deterministic=True, and one pass" not in str(streamkl_cupy.plan(*shapes, arch="sm_90"))
 
 
 @pytest.mark.gpu
@@ -107,7 +107,7 @@ def test_gradients_are_equal_from_run_to_run_where_torch_asks(torch_switched: An
 
 def test_cuda_views_of_torch_are_asked_too(torch_switched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_switched.zeros(1)
-    arrays.describe("x", torch_switched.zeros(1, 1))  # makes the adapter
-    view = arrays.standin("student_q", torch_switched.zeros(4, 8), arrays.cuda(0))._replace(framework="torch")
+    frameworks.describe("x", torch_switched.zeros(1, 1))  # makes the adapter
+    view = frameworks.standin("student_q", torch_switched.zeros(4, 8), arrays.cuda(0))._replace(framework="torch")
     assert call.as_framework_says(view)
     assert not call.as_framework_says(view._replace(framework="cupy"))

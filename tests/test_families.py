@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, call, gpus, patterns, planning
+from streamkl_cupy import arrays, call, frameworks, gpus, patterns, planning
 from streamkl_cupy.call import ATTENTION_KL, Call
 from streamkl_cupy.kernels import KERNELS, work_tiles
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
@@ -104,8 +104,8 @@ def test_splitting_changes_only_the_last_bits(cupy_only: Any, rng: Any) -> None:
     inputs = cupy_only.arrays(case)
     ready = Call.of(ATTENTION_KL, tuple(inputs), {}).ready()
     views = ready.inputs
-    whole = arrays.empty_rows(views.student_q, ready.checked.row_shape, "float32")
-    ready.checked.runner.forward(views, whole, arrays.stream_of(views.student_q))
+    whole = frameworks.empty_rows(views.student_q, ready.checked.row_shape, "float32")
+    ready.checked.runner.forward(views, whole, frameworks.stream_of(views.student_q))
     split = streamkl_cupy.attention_kl_forward(*inputs)
     for got, expected in zip(split, whole, strict=True):
         np.testing.assert_allclose(cupy_only.numpy(got), cupy_only.numpy(expected.array), rtol=2e-6, atol=2e-6)
@@ -183,9 +183,9 @@ def test_lists_are_walked_whole_without_a_workspace(
     rows = streamkl_cupy.attention_kl_forward(*inputs, **case.options)
     grad = upstream(rng, (1, 2, 640))
     given = (cupy_only.array(grad, "float32"), rows.teacher_lse, rows.student_lse, rows.kl)
-    saved = arrays.Saved(*(arrays.describe(name, x) for name, x in zip(arrays.Saved._fields, given, strict=True)))
-    outputs = arrays.Gradients(*(arrays.empty(view, view.shape, view.dtype) for view in views))
-    ready.checked.runner.backward(views, saved, outputs, arrays.stream_of(views.student_q))
+    saved = arrays.Saved(*(frameworks.describe(name, x) for name, x in zip(arrays.Saved._fields, given, strict=True)))
+    outputs = arrays.Gradients(*(frameworks.empty(view, view.shape, view.dtype) for view in views))
+    ready.checked.runner.backward(views, saved, outputs, frameworks.stream_of(views.student_q))
     wanted = reference.backward(grad, *case.arrays, **case.options)
     check_gradients(tuple(cupy_only.numpy(x.array) for x in outputs), wanted, case.dtypes)
 

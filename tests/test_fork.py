@@ -22,7 +22,8 @@ COMMON = """
 import itertools, os, signal, sys, threading, time
 import numpy as np
 import streamkl_cupy
-from streamkl_cupy import arrays, call, patterns
+from streamkl_cupy import call, patterns
+from streamkl_cupy.frameworks import dlpack
 from streamkl_cupy.patterns import pattern
 
 signal.alarm(240)  # the parent
@@ -80,7 +81,7 @@ def run(program: str, *flags: str, threads: int = 2) -> str:
 HELD = """
 block = patterns.sinks(1, queries=64, block=16)
 everything()
-locks = {"building": call._building, "lent": arrays._lent_lock, "alive": pattern._alive_lock, "lists": block._lock}
+locks = {"building": call._building, "lent": dlpack._lent_lock, "alive": pattern._alive_lock, "lists": block._lock}
 try:
     from streamkl_cupy import threads
     locks["BLAS"] = threads._holding

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import adapters, arrays
-from streamkl_cupy.arrays import describe
+from streamkl_cupy import arrays
 from streamkl_cupy.elements import narrow
+from streamkl_cupy.frameworks import base, describe
+from streamkl_cupy.frameworks import numpy as numpy_framework
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows
@@ -169,7 +170,7 @@ def test_forward_and_backward(guest: Any, dtype: str, rng: np.random.Generator) 
     rows = streamkl_cupy.attention_kl_forward(*x)
     assert isinstance(rows, streamkl_cupy.KLForward)
     assert {type(r) for r in rows} == {kind}
-    assert {adapters.dtype_label(r.dtype) for r in rows} == {stat}
+    assert {base.dtype_label(r.dtype) for r in rows} == {stat}
     check_rows("kl", guest.numpy(rows.kl), expected, dtype=stat)
     check_lse("teacher_lse", guest.numpy(rows.teacher_lse), expected.teacher_lse, expected.largest, stat)
 
@@ -178,7 +179,7 @@ def test_forward_and_backward(guest: Any, dtype: str, rng: np.random.Generator) 
         guest.array(grad), *x, teacher_lse=rows.teacher_lse, student_lse=rows.student_lse, kl=rows.kl, wrt=INPUT_NAMES
     )
     assert {type(g) for g in grads} == {kind}
-    assert {adapters.dtype_label(g.dtype) for g in grads} == {dtype}
+    assert {base.dtype_label(g.dtype) for g in grads} == {dtype}
     check_gradients(tuple(map(guest.numpy, grads)), reference.backward(grad, *case.arrays), case.dtypes)
 
 
@@ -374,7 +375,7 @@ def test_two_frameworks_of_one_name_are_two() -> None:
 
 def test_bfloat16_needs_no_numpy_type(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """Its bits travel as uint16 both ways, also where nobody has imported ml_dtypes."""
-    monkeypatch.setattr(adapters, "_NUMPY_TYPES", {**adapters._NUMPY_TYPES, "bfloat16": np.dtype(np.uint16)})
+    monkeypatch.setattr(numpy_framework, "TYPES", {**numpy_framework.TYPES, "bfloat16": np.dtype(np.uint16)})
     sent: list[int] = []
 
     class Half(Bare):
@@ -388,17 +389,17 @@ def test_bfloat16_needs_no_numpy_type(monkeypatch: pytest.MonkeyPatch, rng: np.r
             return SPACE
 
         def __dlpack__(self, **options: Any) -> Any:
-            return guests._Declared(self.x, guests.BFLOAT).__dlpack__(**options)
+            return dlpack._Declared(self.x, dlpack.BFLOAT).__dlpack__(**options)
 
     def take(x: Any) -> Any:
         if isinstance(x, Half):
             return x
-        if not isinstance(x, guests._Declared):
+        if not isinstance(x, dlpack._Declared):
             return Own(np.from_dlpack(x))
         sent.append(x.code)
-        return Half(np.from_dlpack(guests._Declared(x, guests.UNSIGNED)))
+        return Half(np.from_dlpack(dlpack._Declared(x, dlpack.UNSIGNED)))
 
-    from streamkl_cupy import guests
+    from streamkl_cupy.frameworks import dlpack
 
     SPACE = SimpleNamespace(from_dlpack=take)
     bits = [narrow(rng.standard_normal((3, 8)), np.dtype(np.uint16)) for _ in range(4)]
@@ -407,7 +408,7 @@ def test_bfloat16_needs_no_numpy_type(monkeypatch: pytest.MonkeyPatch, rng: np.r
     expected = streamkl_cupy.attention_kl_value_and_grad(*values, reduction="sum")
     np.testing.assert_allclose(value.x, expected[0], rtol=1e-6)
     np.testing.assert_array_equal(grads.student_q.x, narrow(expected[1].student_q, np.dtype(np.uint16)))
-    assert sent == [guests.BFLOAT] * 2
+    assert sent == [dlpack.BFLOAT] * 2
 
 
 def test_memory_is_kept_while_results_are_computed() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, call, hints
+from streamkl_cupy import arrays, call, frameworks, hints
 from streamkl_cupy.arrays import Inputs
 from streamkl_cupy.options import Options
 from streamkl_cupy.problem import INPUT_NAMES
@@ -135,7 +135,7 @@ def test_rows_and_heads_in_the_other_order(make: Any) -> None:
     ],
 )
 def test_many_heads_may_be_meant(q: Any, k: Any) -> None:
-    views = Inputs(*(arrays.describe(n, np.empty(s, np.float16)) for n, s in zip(INPUT_NAMES, (q, k, q, k))))
+    views = Inputs(*(frameworks.describe(n, np.empty(s, np.float16)) for n, s in zip(INPUT_NAMES, (q, k, q, k))))
     problem = to_problem(views, Options())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -144,7 +144,7 @@ def test_many_heads_may_be_meant(q: Any, k: Any) -> None:
 
 def test_gpu_arrays_are_looked_at_by_shape_only(rng: np.random.Generator) -> None:
     """Views that say they are on a GPU, with an address that nobody may read."""
-    made = [arrays.describe(n, x) for n, x in zip(INPUT_NAMES, normal(rng, *[(2, 7, 8), (2, 5, 8)] * 2))]
+    made = [frameworks.describe(n, x) for n, x in zip(INPUT_NAMES, normal(rng, *[(2, 7, 8), (2, 5, 8)] * 2))]
     views = Inputs(*(v._replace(device=arrays.cuda(0), ptr=16, array=None) for v in made))
     options = Options(causal=True)
     with pytest.warns(UserWarning, match=EMPTY):

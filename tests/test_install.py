@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy import adapters, install
 from streamkl_cupy import compile as compiler
+from streamkl_cupy import install
 from streamkl_cupy.cli import compile as compile_command
 from streamkl_cupy.cli import doctor, environment
 from streamkl_cupy.errors import CompilerError
+from streamkl_cupy.frameworks.cupy import cupy_module
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,7 +69,7 @@ def test_every_message_gives_the_same_advice(version: int | None, monkeypatch: p
     monkeypatch.setattr(environment, "cupy_wheels", list)
     found = [doctor.wheels_and_driver({})[0].fix]
     monkeypatch.setitem(sys.modules, "cupy", None)
-    for act in (compiler.supported_archs, adapters.cupy_module):
+    for act in (compiler.supported_archs, cupy_module):
         with pytest.raises((CompilerError, ImportError)) as caught:
             act()
         found.append(str(caught.value).splitlines()[0].partition(": ")[2])

@@ -672,9 +672,9 @@ def test_bad_values_leave_outputs_alone() -> None:
     case = make(B=1, H=1, M=3, N=4, D_t=8)
     ready = Call.of(ATTENTION_KL, tuple(case.arrays), {"key_lengths": np.array([9], I32)}).ready()
     inputs = ready.inputs
-    from streamkl_cupy import arrays
+    from streamkl_cupy import frameworks
 
-    outputs = arrays.empty_rows(inputs.student_q, ready.checked.row_shape, ready.checked.stat_dtype)
+    outputs = frameworks.empty_rows(inputs.student_q, ready.checked.row_shape, ready.checked.stat_dtype)
     for view in outputs:
         view.array[...] = 7
     with pytest.raises(ValueError, match="key_lengths"):

@@ -115,7 +115,9 @@ def test_frameworks_are_imported_only_by_their_own_module() -> None:
     pattern = re.compile(r"^\s*(?:import|from)\s+(torch|jax)\b", re.MULTILINE)
     for path in sorted(PACKAGE.rglob("*.py")):
         imported = set(pattern.findall(path.read_text(encoding="utf-8")))
-        assert imported <= {path.stem}, f"{path.name} imports {sorted(imported)}"
+        # The differentiable doors; what reads a framework's arrays finds it imported.
+        allowed = {path.stem} if path.parent == PACKAGE else set()
+        assert imported <= allowed, f"{path.name} imports {sorted(imported)}"
 
 
 def test_a_kernel_is_a_pair_of_files() -> None:

@@ -13,7 +13,8 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import arrays, call, validate
 from streamkl_cupy.arguments import a_kind_of
-from streamkl_cupy.arrays import Inputs, describe
+from streamkl_cupy.arrays import Inputs
+from streamkl_cupy.frameworks import describe
 from streamkl_cupy.options import Options, parse
 from streamkl_cupy.problem import INPUT_NAMES
 

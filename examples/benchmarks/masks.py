@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import streamkl_cupy as streamkl
-from streamkl_cupy import arrays, catalogue, install, patterns
-from streamkl_cupy.adapters import ITEMSIZE
+from streamkl_cupy import catalogue, frameworks, install, patterns
+from streamkl_cupy.arrays import ITEMSIZE
 from streamkl_cupy.cli import bench, environment, exit_code, report
 from streamkl_cupy.cli.cases import home_of, numpy_type, to_float64, torch_missing
 from streamkl_cupy.cli.values import positive, results, seconds, whole
@@ -764,7 +764,7 @@ def prepared(options: argparse.Namespace) -> Timer:
         numpy_type(options.dtype)
         timer: Timer = HostTimer()
     else:
-        if arrays.current_gpu() is None:
+        if frameworks.current_gpu() is None:
             raise StreamKLError("no usable GPU: python -m streamkl_cupy doctor says why; --device cpu tries the script")
         if reason := torch_missing():
             raise ImportError(f"{reason}; inputs and FlexAttention are torch's: {install.command('torch')}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays
+from .. import frameworks
 from ..api import attention_kl_forward, attention_kl_value_and_grad
 from ..testing.timing import DeviceTimer, HostTimer, Outcome, Timer, Variant, host_cost, measure
 from . import environment, report
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     """Carry the command out; the exit code."""
     if options.plot:
         report.require_matplotlib()
-    device = options.device or ("cuda" if arrays.current_gpu() is not None else "cpu")
+    device = options.device or ("cuda" if frameworks.current_gpu() is not None else "cpu")
     cases = cases_of(options, device)
     timer: Timer = DeviceTimer() if device == "cuda" else HostTimer()
     home = home_of(device)

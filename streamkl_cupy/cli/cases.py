@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from ..adapters import ITEMSIZE
+from ..arrays import ITEMSIZE
 
 if TYPE_CHECKING:
     from ..problem import InputName

@@ -10,7 +10,7 @@ from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 
-from .. import arrays, cache, catalogue, install, settings
+from .. import cache, catalogue, frameworks, install, settings
 from ..catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, Built
 from ..compile import supported_archs
 from ..errors import CompilerError
@@ -164,7 +164,7 @@ def _complaints(done: Built) -> list[str]:
 
 
 def _arch_here() -> str:
-    index = arrays.current_gpu()
+    index = frameworks.current_gpu()
     if index is None:
         return "sm_90"
     from ..gpus import device_facts

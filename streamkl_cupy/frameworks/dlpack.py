@@ -1,4 +1,4 @@
-"""Guests: arrays of frameworks that this package has no adapter for, read and handed back through DLPack alone.
+"""Guests: arrays of frameworks that have no module here, read and handed back through DLPack alone.
 
 NumPy or CuPy computes for them. A result goes back through the framework's own ``from_dlpack``, so whoever gives an
 array of a framework gets arrays of that framework; a producer whose framework nobody can tell is refused, because its
@@ -10,14 +10,19 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from .adapters import ADAPTERS, Adapter, ArrayView, adapter_for, cupy_module, dtype_label
-from .arguments import a_kind_of, kind_of
-from .elements import widen
+from ..arguments import a_kind_of, kind_of
+from ..arrays import ArrayView, RowStats
+from ..elements import widen
+from ..locks import ForkLock
+from ..problem import Device
+from .base import FRAMEWORKS, Framework, dtype_label, known
+from .cupy import cupy_module
 
 ON_CPU, ON_CUDA = (1, 3), (2, 13)  # DLPack's devices: CPU and CUDA pinned; CUDA and CUDA managed
 UNSIGNED, BFLOAT = 1, 4  # DLPack's type codes
@@ -49,8 +54,11 @@ class _Declared:
         return self.x.__dlpack_device__()
 
 
-class Guest(Adapter):
+class Guest(Framework):
     """A framework that takes what DLPack brings: through `__array_namespace__`, or a `from_dlpack` of its module."""
+
+    way_out = "a custom gradient of your framework"
+    """Inside which the explicit functions may be called."""
 
     def __init__(self, name: str, from_dlpack: Callable[[Any], Any]) -> None:
         self.name, self.from_dlpack = name, from_dlpack
@@ -60,7 +68,7 @@ class Guest(Adapter):
         as_bits = dtype == "bfloat16" and isinstance(array, np.ndarray)
         if as_bits:
             array = array.view(np.float16)  # of the same size, which is what the reader asks
-        view = adapter_for(name, array)[1](name, array, mask)
+        view = known("numpy" if isinstance(array, np.ndarray) else "cupy").read(name, array, mask)
         return view._replace(framework=self.name, dtype=dtype if as_bits else view.dtype)
 
     def values(self, name: str, x: Any) -> Any:
@@ -84,6 +92,40 @@ class Guest(Adapter):
             own = cupy.ndarray(array.shape, array.dtype, memory)
             own[...] = array
             return self._taken(own, like)
+
+    # NumPy or CuPy computes.
+
+    def computes(self, device: Device) -> Framework:
+        return known("numpy" if device.kind == "cpu" else "cupy")
+
+    def empty(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
+        return self.computes(like.device).empty(like, shape, dtype)
+
+    def empty_rows(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> RowStats:
+        return self.computes(like.device).empty_rows(like, shape, dtype)
+
+    def stream(self, device: Device) -> int:
+        return self.computes(device).stream(device)
+
+    def on_device(self, device: Device) -> AbstractContextManager[Any]:
+        return self.computes(device).on_device(device)
+
+    def namespace(self, device: Device) -> Any:
+        return self.computes(device).namespace(device)
+
+    def contiguous(self, name: str, device: Device) -> str:
+        return self.computes(device).contiguous(name, device)
+
+    def check_no_gradient_wanted(self, given: Iterable[tuple[str, Any]]) -> None:
+        for name, x in given:
+            wish = self.gradient_wish(x)
+            if wish is not None:
+                raise TypeError(
+                    f"{name} {wish}, but attention_kl is differentiable in torch and JAX only, and its gradient would "
+                    f"silently be missing. Call attention_kl_value_and_grad, or attention_kl_forward and "
+                    f"attention_kl_backward, inside {self.way_out}; where no gradient is wanted, give arrays that ask "
+                    f"for none"
+                )
 
     def gradient_wish(self, x: Any) -> str | None:
         """How the framework says that it expects a gradient for `x` of what is computed now; None where it does not."""
@@ -139,6 +181,8 @@ class _Settled:
 class TensorFlow(Guest):
     """Eager TensorFlow tensors."""
 
+    way_out = "tf.custom_gradient"
+
     def __init__(self, tensorflow: Any) -> None:
         super().__init__("tensorflow", tensorflow.experimental.dlpack.from_dlpack)
         self.tensorflow = tensorflow
@@ -172,9 +216,17 @@ class TensorFlow(Guest):
             return "is watched by a tf.autodiff.ForwardAccumulator"
         return None
 
+    def convert(self, name: str, source: str) -> str:
+        return f"tf.convert_to_tensor({name})"
+
+    def mask_array(self, name: str, dtype: str) -> str:
+        return f'tf.convert_to_tensor({name}, dtype="{dtype}")'
+
 
 class Paddle(Guest):
     """PaddlePaddle tensors in dynamic mode."""
+
+    way_out = "paddle.autograd.PyLayer"
 
     def __init__(self, paddle: Any) -> None:
         super().__init__("paddle", paddle.from_dlpack if hasattr(paddle, "from_dlpack") else _paddle_utils(paddle))
@@ -187,32 +239,34 @@ class Paddle(Guest):
     def gradient_wish(self, x: Any) -> str | None:
         return "has stop_gradient=False" if not x.stop_gradient and self.is_grad_enabled() else None
 
+    def convert(self, name: str, source: str) -> str:
+        return f"paddle.to_tensor({name})"
+
+    def mask_array(self, name: str, dtype: str) -> str:
+        return f'paddle.to_tensor({name}, dtype="{dtype}")'
+
 
 def _paddle_utils(paddle: Any) -> Any:
     return paddle.utils.dlpack.from_dlpack
 
 
-WAYS_OUT = {
-    "tensorflow": "tf.custom_gradient",
-    "paddle": "paddle.autograd.PyLayer",
-}
-# Exact type -> its adapter.
+# Exact type -> its framework.
 _known: WeakKeyDictionary[type, Guest] = WeakKeyDictionary()
 
 
 def guest_for(name: str, x: Any) -> Guest:
-    """The adapter of a DLPack producer, or the refusal of one whose framework could not take its results."""
-    adapter = _known.get(type(x))
-    if adapter is None:
-        adapter = _found(name, x)
+    """The framework of a DLPack producer, or the refusal of one whose framework could not take its results."""
+    guest = _known.get(type(x))
+    if guest is None:
+        guest = _found(name, x)
         # One name is one framework, in texts and where the arrays of a call are compared.
-        while (known := ADAPTERS.get(adapter.name, adapter)) is not adapter:
-            if isinstance(known, Guest) and known.from_dlpack == adapter.from_dlpack:
-                adapter = known
+        while (known := FRAMEWORKS.get(guest.name, guest)) is not guest:
+            if isinstance(known, Guest) and known.from_dlpack == guest.from_dlpack:
+                guest = known
             else:
-                adapter.name += "'"
-        ADAPTERS[adapter.name] = _known[type(x)] = adapter
-    return adapter
+                guest.name += "'"
+        FRAMEWORKS[guest.name] = _known[type(x)] = guest
+    return guest
 
 
 def _found(name: str, x: Any) -> Guest:
@@ -246,20 +300,22 @@ def _module_of(kind: type) -> Any:
     return sys.modules[path] if path else None
 
 
-def check_no_gradient_wanted(framework: str, given: Iterable[tuple[str, Any]]) -> None:
-    """Refuse a call that a guest's own differentiation would take for a constant."""
-    adapter = ADAPTERS[framework]
-    assert isinstance(adapter, Guest)
-    for name, x in given:
-        wish = adapter.gradient_wish(x)
-        if wish is not None:
-            raise TypeError(
-                f"{name} {wish}, but attention_kl is differentiable in torch and JAX only, and its gradient would "
-                f"silently be missing. Call attention_kl_value_and_grad, or attention_kl_forward and "
-                f"attention_kl_backward, inside "
-                f"{WAYS_OUT.get(framework, 'a custom gradient of your framework')}; where no gradient is wanted, give "
-                f"arrays that ask for none"
-            )
+_lent: list[tuple[Any, list[ArrayView]]] = []
+_lent_lock = ForkLock()
+
+
+def hold(views: list[ArrayView]) -> None:
+    """Keep memory of guests on a GPU until it has read it.
+
+    torch, CuPy and XLA order the reuse of their memory after work on the stream; of others nothing is known.
+    """
+    cupy = cupy_module()
+    with cupy.cuda.Device(views[0].device.index):
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(cupy.cuda.get_current_stream())
+    with _lent_lock():
+        _lent[:] = [entry for entry in _lent if not entry[0].done]
+        _lent.append((event, views))
 
 
 def _advice(name: str, x: Any) -> str:

@@ -1,0 +1,168 @@
+"""What a framework must answer: how its arrays are read, allocated and ordered on a stream, and what helps its callers.
+
+One module of this folder per framework. A framework is looked up through `sys.modules`, never imported: whoever holds
+an array of it has done that already.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..arrays import ITEMSIZE, ArrayView, RowStats, compact
+from ..problem import Device
+
+Reader = Callable[..., ArrayView]
+
+
+class Framework:
+    """A framework whose arrays come and go as they are."""
+
+    name: str
+    """That of its module, too."""
+    array: ClassVar[str] = ""
+    """The name of its class of arrays."""
+    prevails: ClassVar[int] = 1
+    """Of two frameworks in one call, convert to the one with the higher number: it has gradients, or a GPU."""
+
+    def __init__(self, module: Any) -> None:
+        """Of a module that has been imported."""
+
+    def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
+        """View `x` without a copy, or raise naming `name`; with `mask` its elements are those of masks."""
+        raise NotImplementedError
+
+    def read_subclass(self, name: str, x: Any, mask: bool = False) -> ArrayView:
+        """The same of an array whose type is not exactly one of `types`."""
+        return self.read(name, x, mask)
+
+    def types(self) -> tuple[type, ...]:
+        """Exact types that `read` can be called with at once."""
+        return ()
+
+    def is_standin(self, x: Any) -> bool:
+        """Whether `x` has a shape and a dtype but no memory."""
+        return False
+
+    # Where results are made. `like` is an array of the call.
+
+    def allocate(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> Any:
+        """A compact array on `like`'s device, ordered on the current stream."""
+        raise NotImplementedError
+
+    def address(self, x: Any) -> int:
+        """Address of an array that `allocate` made."""
+        raise NotImplementedError
+
+    def allocate_planes(self, like: ArrayView, count: int, shape: tuple[int, ...], dtype: str) -> tuple[int, Any]:
+        """`count` arrays of a shape one after the other in one allocation, and the address of the first."""
+        whole = self.allocate(like, (count, *shape), dtype)
+        return self.address(whole), tuple(whole[i] for i in range(count))
+
+    def empty(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
+        """View of a new array."""
+        array = self.allocate(like, shape, dtype)
+        strides, _ = compact(shape, 0)
+        return ArrayView(like.name, self.name, like.device, dtype, shape, strides, self.address(array), array)
+
+    def empty_rows(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> RowStats:
+        """The three row arrays in one allocation, which costs the host more than all the rest of a call."""
+        ptr, (kl, teacher_lse, student_lse) = self.allocate_planes(like, 3, shape, dtype)
+        strides, step = compact(shape, ITEMSIZE[dtype])
+        framework, device = self.name, like.device
+        return RowStats(
+            ArrayView("kl", framework, device, dtype, shape, strides, ptr, kl),
+            ArrayView("teacher_lse", framework, device, dtype, shape, strides, ptr + step, teacher_lse),
+            ArrayView("student_lse", framework, device, dtype, shape, strides, ptr + 2 * step, student_lse),
+        )
+
+    def stream(self, device: Device) -> int:
+        """Handle of the current stream of a GPU."""
+        raise NotImplementedError
+
+    def on_device(self, device: Device) -> AbstractContextManager[Any]:
+        """Make a GPU current for the functions of `namespace` that do not follow their arrays."""
+        return nullcontext()
+
+    def namespace(self, device: Device) -> Any:
+        """The module with the functions that compute on results."""
+        raise NotImplementedError
+
+    def deterministic(self) -> bool:
+        """Whether the framework has been asked for equal bits from run to run, by a switch of its own."""
+        return False
+
+    def detached(self, x: Any) -> Any:
+        """The array without what the framework's differentiation knows of it."""
+        return x
+
+    def check_no_gradient_wanted(self, given: Iterable[tuple[str, Any]]) -> None:
+        """Refuse arrays that the framework's differentiation would take for constants of a result without gradient."""
+
+    def values(self, name: str, x: Any) -> Any:
+        """The array as `namespace` computes with it, of any dtype."""
+        return x
+
+    def give(self, result: Any, like: Any) -> Any:
+        """A result in the type of the caller's array `like`."""
+        return result
+
+    def door(self) -> Any:
+        """The module of this package that runs calls in the framework's own programs; None where kernels are launched
+        on its memory."""
+        return None
+
+    # What helps its callers: expressions to write in place of `name`.
+
+    def convert(self, name: str, source: str) -> str:
+        """Makes an array of another framework one of this."""
+        return f"{self.name}'s from_dlpack({name})"
+
+    def to_numpy(self, name: str) -> str:
+        """Makes a NumPy array of one of this framework."""
+        return f"np.asarray({name})"
+
+    def mask_array(self, name: str, dtype: str) -> str:
+        """Makes an array that a mask can read of anything else."""
+        return f"{self.name}.asarray({name}, dtype={self.name}.{dtype})"
+
+    def contiguous(self, name: str, device: Device) -> str:
+        """Makes a contiguous copy."""
+        return f"{self.name}.ascontiguousarray({name})"
+
+
+FRAMEWORKS: dict[str, Framework] = {}
+"""Those whose arrays have come, by name."""
+READERS: dict[type, tuple[str, Reader]] = {}
+"""Exact type -> (framework, reader). Subclasses are looked at anew each time: they are rare, and may be short-lived."""
+
+
+def known(name: str) -> Framework:
+    """The framework that a module of this folder is for; its own module has been imported."""
+    if name not in FRAMEWORKS:
+        kind = importlib.import_module(f"{__package__}.{name}").FRAMEWORK
+        framework = FRAMEWORKS.setdefault(name, kind(sys.modules[name]))
+        READERS.update((exact, (name, framework.read)) for exact in framework.types())
+    return FRAMEWORKS[name]
+
+
+def refused_dtype(dtype: Any, remedy: str) -> str:
+    """The rest of a sentence that begins with the argument's name."""
+    return (
+        f"has dtype {dtype}; allowed are bfloat16, float16, float32 and, on the CPU, float64, in native byte order. "
+        f"Convert it, for example {remedy}"
+    )
+
+
+def dtype_label(dtype: Any) -> str:
+    """The name of a dtype of any framework: "float32" of numpy.float32, torch.float32, <dtype: 'float32'>."""
+    if isinstance(dtype, np.dtype):
+        return str(dtype)  # with a foreign byte order
+    name = getattr(dtype, "name", None)
+    # Paddle's names are those of an enumeration in capitals.
+    return name if isinstance(name, str) and name.islower() else str(dtype).rpartition(".")[2]
