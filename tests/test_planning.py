@@ -12,7 +12,7 @@ import pytest
 
 from streamkl_cupy import gpus, patterns
 from streamkl_cupy.errors import DriverError
-from streamkl_cupy.kernels import KERNELS
+from streamkl_cupy.kernels import KERNELS, combine
 from streamkl_cupy.kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Work
 from streamkl_cupy.kernels.work_tiles import survey
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
@@ -188,6 +188,37 @@ def test_one_pass_blocks_fill_the_gpu_once_and_their_registers_fit() -> None:
             # Four warpgroups of 128 threads; a multiprocessor has 65,536.
             assert 128 * (2 * consumer + query_gradient + producer) <= 65536
             assert {consumer % 8, query_gradient % 8, producer % 8} == {0}
+
+
+@pytest.mark.parametrize("kind", ["forward", "gradient"])
+def test_registers_of_warpgroups_fit_what_a_launch_gets(kind: str) -> None:
+    masks = (MaskSpec(), MaskSpec(("keys",)), MaskSpec(("window", "lengths", "keys")))
+    tasks = [FORWARD] if kind == "forward" else list(GRADIENTS.values())
+    kernel = KERNELS[kind][0]
+    for task, mask in itertools.product(tasks, masks):
+        work = Work(problem(mask=mask), task)
+        for row in kernel.table(work):
+            constants = kernel.constants(work, row)
+            consumer, producer = (constants[f"SKL_{name}_REGISTERS"] for name in ("CONSUMER", "PRODUCER"))
+            assert {consumer % 8, producer % 8} == {0}
+            threads = kernel.threads(row)
+            # Of 65,536 per multiprocessor, as many for each thread, in eights.
+            given = 65536 // (threads * row.min_blocks) // 8 * 8 * threads
+            assert 128 * (row.warps // 4 * consumer + producer) <= given, (task, row)
+
+
+def test_splits_of_keys_are_worth_a_block(rng: Any) -> None:
+    facts = facts_for_arch("sm_90")
+    for blocks, tiles in zip(rng.integers(1, 200, 200).tolist(), rng.integers(1, 3000, 200).tolist()):
+        splits = combine.splits(blocks, tiles, facts)
+        assert splits == 1 or tiles >= 8 * splits
+        assert splits == 1 or (tiles >= 64 and blocks * 5 < facts.multiprocessors * 4)
+        # No number of them fills the last wave much better.
+        most = min(tiles // 8, -(-2 * facts.multiprocessors // blocks))
+        if tiles >= 64 and blocks * 5 < facts.multiprocessors * 4:
+            filled = [blocks * n / 132 / -(-blocks * n // 132) for n in range(1, most + 1)]
+            assert filled[splits - 1] >= 0.85 * max(filled)
+            assert all(x < 0.85 * max(filled) for x in filled[: splits - 1])
 
 
 def test_heads_side_by_side_are_groups_of_one_size() -> None:
