@@ -102,6 +102,20 @@ def test_wrong_words_are_found(tmp_path: Path) -> None:
         assert any(text in line for line in said[number]), (expression, said[number])
 
 
+def test_every_backend_offers_what_calls_ask_of_a_runner(tmp_path: Path) -> None:
+    lines = textwrap.dedent("""
+        from streamkl_cupy import launch, numpy_backend
+        from streamkl_cupy.problem import Problem
+        from streamkl_cupy.runner import Runner
+        def both(p: Problem) -> tuple[Runner, Runner]:
+            return numpy_backend.Runner(p), launch.Runner(p)
+        def neither(p: Problem) -> Runner:
+            return p
+    """).splitlines()
+    said = checked(lines, tmp_path)
+    assert list(said) == [len(lines) - 1], said
+
+
 def test_more_that_people_write(tmp_path: Path) -> None:
     lines = textwrap.dedent("""
         def step(rows: KLForward[Tensor], plain: KLForward, grads: KLGradients[Tensor]) -> Tensor:
