@@ -282,11 +282,17 @@ def test_more_heads_than_two_grid_axes_could_hold() -> None:
     assert p.forward.blocks >= 210_000
 
 
-def test_tile_rows_say_why() -> None:
+def test_tile_rows_say_why_and_make_whole_products() -> None:
     tasks = (FORWARD, *GRADIENTS.values(), *FUSED.values())
     for task, dtypes in itertools.product(tasks, (("bfloat16",) * 2, ("float32",) * 2)):
         for kernel in KERNELS[task.kind]:
-            assert all(row.reason for row in kernel.table(Work(problem(dtypes=dtypes), task)))
+            for row in kernel.table(Work(problem(dtypes=dtypes), task)):
+                assert row.reason
+                assert row.min_blocks >= 1
+                assert row.stages >= 1
+                # The depth of a product, and on Hopper the warps that make one together.
+                assert row.columns % 16 == 0
+                assert kernel.family != "sm90" or row.warps % 4 == 0
 
 
 def test_a_request_is_told_what_runs_and_where() -> None:
