@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,13 +39,8 @@ class Inputs(NamedTuple):
     student_k: ArrayView
 
 
-class MaskArrays(NamedTuple):
-    """What masks read from memory; None for what a call does not have."""
-
-    key_lengths: ArrayView | None = None
-    cu_seqlens_q: ArrayView | None = None
-    cu_seqlens_k: ArrayView | None = None
-    key_mask: ArrayView | None = None
+MaskArrays: TypeAlias = dict[str, ArrayView]
+"""What masks read from memory, by name in the order of `MASK_ARRAYS`; what a call does not have is not in it."""
 
 
 class RowStats(NamedTuple):

@@ -84,7 +84,7 @@ class Ready(NamedTuple):
         outputs = frameworks.empty_rows(like, self.checked.row_shape, self.checked.stat_dtype)
         self.launch(outputs)
         if like.framework not in frameworks.OWN:
-            frameworks.hold((*self.inputs, *(self.masks or ())))
+            frameworks.hold((*self.inputs, *(self.masks or {}).values()))
         return outputs
 
     def launch(self, outputs: RowStats) -> None:
@@ -112,7 +112,7 @@ class Ready(NamedTuple):
         else:
             runner.backward(inputs, saved, Gradients(*outputs), stream, 0, masks)
         if like.framework not in frameworks.OWN:
-            frameworks.hold((*inputs, *saved, *(masks or ())))
+            frameworks.hold((*inputs, *saved, *(masks or {}).values()))
         return tuple(None if out is None else out.array for out in outputs)
 
 
@@ -142,7 +142,7 @@ def prepare(inputs: Inputs, options: Options, masks: MaskArrays | None = None) -
     # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
     key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], odd, named, deterministic)
     if masks is not None:
-        key = (key, *(None if view is None else view[1:6] for view in masks))
+        key = (key, *((name, view[1:6]) for name, view in masks.items()))
     checked = _checked.get(key)
     if checked is None:
         problem = validate.to_problem(inputs, options._replace(deterministic=deterministic), masks)
@@ -222,9 +222,7 @@ def view_masks(given: tuple[Any, ...], framework: str) -> MaskArrays | None:
     """Describe what a mask reads, beside inputs of a framework; None where there is nothing."""
     if given is NO_MASKS or all(map(_is_none, given)):
         return None
-    return MaskArrays(
-        *(None if x is None else frameworks.describe_mask(name, x, framework) for name, x in zip(MASK_ARRAYS, given))
-    )
+    return {n: frameworks.describe_mask(n, x, framework) for n, x in zip(MASK_ARRAYS, given) if x is not None}
 
 
 def outline(given: tuple[Any, ...], device: Device | None = None) -> Inputs:
@@ -253,14 +251,13 @@ def outline_masks(given: tuple[Any, ...], like: ArrayView, device: Device | None
     """
     if all(map(_is_none, given)):
         return None
-    views: list[ArrayView | None] = []
+    views: MaskArrays = {}
     for name, x in zip(MASK_ARRAYS, given, strict=True):
         if x is None:
-            views.append(None)
             continue
         real = hasattr(x, "dtype") and not frameworks.is_standin(name, x)
         view = frameworks.describe_mask(name, x) if real else frameworks.standin(name, x, like.device)
         if not real or device is not None or like.framework == "stand-in":
             view = view._replace(framework=like.framework, device=like.device)
-        views.append(view)
-    return MaskArrays(*views)
+        views[name] = view
+    return views

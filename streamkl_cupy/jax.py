@@ -455,7 +455,7 @@ def _unfold(
     """
     mapped = len(views[0].shape) - (lead + 1)
     if not mapped:
-        yield views, arrays.MaskArrays(**masks) if masks else None
+        yield views, masks or None
         return
     outer = tuple(max(extents) for extents in zip(*(view.shape[:mapped] for view in (*views, *masks.values()))))
     # Strides of the axes to merge: those of vmap, and the batch axis where there is one.
@@ -491,7 +491,7 @@ def _unfold(
             shape = (merged, *rests[name])
             moved = _shifted(view, index, mask_steps[name])
             seen[name] = moved._replace(shape=shape, strides=compact_strides(shape))
-        yield part, arrays.MaskArrays(**seen) if seen else None
+        yield part, seen or None
 
 
 def _shifted(view: arrays.ArrayView, index: tuple[int, ...], step: tuple[int, ...]) -> arrays.ArrayView:
@@ -582,7 +582,7 @@ def _buffer_callback() -> Any:
 def _standins(inputs: tuple[Any, ...], masks: _Masks, device: Device) -> tuple[arrays.Inputs, arrays.MaskArrays | None]:
     views = arrays.Inputs(*(frameworks.standin(name, x, device) for name, x in zip(INPUT_NAMES, inputs, strict=True)))
     seen = {name: frameworks.standin(name, x, device) for name, x in _given(masks).items()}
-    return views, arrays.MaskArrays(**seen) if seen else None
+    return views, seen or None
 
 
 def _check(config: _Config, inputs: tuple[Any, ...], masks: _Masks, wrt: tuple[str, ...]) -> Problem:

@@ -26,7 +26,7 @@ from .rules.masks import parts_of
 from .structs import KEY_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
 
 if TYPE_CHECKING:
-    from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved
+    from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved
     from .pattern_memory import Lists
 
 LOG2E = 1.4426950408889634
@@ -247,7 +247,7 @@ class Runner:
             if request.bits:
                 self._pack_bits(request.bits, masks, workspace, stream)
             # Keys as bits, from the start of the workspace.
-            read = [(name, workspace if name == self._bits else getattr(masks, name).ptr) for name in self._mask_arrays]
+            read = [(name, workspace if name == self._bits else masks[name].ptr) for name in self._mask_arrays]
         for kernel, step in request.launches:
             pointers = [(field, getattr(outputs, name).ptr) for field, name in step.outputs]
             pointers += read
@@ -261,7 +261,7 @@ class Runner:
 
     def _pack_bits(self, kernel: _Kernel, masks: MaskArrays, workspace: int, stream: int) -> None:
         """Have a mask of keys packed to bits at the start of the workspace."""
-        mask: ArrayView = getattr(masks, self._bits)
+        mask = masks[self._bits]
         if 0 in mask.shape:
             return
         if not workspace:

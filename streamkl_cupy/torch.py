@@ -25,6 +25,7 @@ from .call import ATTENTION_KL, Call
 from .options import MASK_ARRAYS, NO_MASKS, TABLE, Options
 from .problem import INPUT_NAMES
 from .results import KLForward, KLForwardMass
+from .rules import masks as rules
 from .signatures import public
 
 if TYPE_CHECKING:
@@ -449,7 +450,7 @@ def _backward_of_batches(op: Any, info: Any, in_dims: tuple[Any, ...], *args: An
 
 def _packed(call: Call) -> bool:
     """Whether there are packed sequences, which have no batch axis that vmap's could become part of."""
-    return dict(zip(MASK_ARRAYS, call.masks))["cu_seqlens_q"] is not None
+    return rules.packing([name for name, x in zip(MASK_ARRAYS, call.masks) if x is not None]) is not None
 
 
 def _saves_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -537,10 +538,10 @@ class _Fold:
         if x is None:
             return None
         x = x.expand(self.size, *x.shape) if dim is None else x.movedim(dim, 0)
-        if name == "key_mask":  # read through any strides
-            return x.flatten(0, 1) if self.rank == 4 else x
-        # Of inputs without a batch axis, key_lengths has one nevertheless, of extent 1.
-        return x.flatten(0, 1).contiguous()
+        # Of inputs without a batch axis some have one nevertheless, of extent 1.
+        array = rules.ARRAYS[name]
+        x = x.flatten(0, 1) if x.dim() > array.axes + 1 else x
+        return x if array.bits else x.contiguous()  # read through any strides, or as they lie
 
     def unfold(self, x: Tensor) -> Tensor:
         if self.rank == 2:

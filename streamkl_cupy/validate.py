@@ -17,7 +17,7 @@ from .arguments import a_kind_of, choice, listed, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
 from .frameworks import conversion, framework_of
 from .frameworks.base import dtype_label, known
-from .options import LAYOUTS, MASK_ARRAYS, REDUCTIONS, Options
+from .options import LAYOUTS, REDUCTIONS, Options
 from .planning import MAX_DIM, MAX_TEACHER_DIM
 from .problem import INPUT_NAMES, Operand, Problem, Side, Wrt, canonical_strides, compact_strides
 from .rules import masks as rules
@@ -129,11 +129,10 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
     tq, tk, sq, sk = inputs
     for view in inputs[1:]:
         same_place(tq, view)
-    if masks is not None:
-        for x in masks:
-            if x is not None:
-                same_place(tq, x)
-    given = _shapes(masks)
+    masks = masks or {}
+    for x in masks.values():
+        same_place(tq, x)
+    given = {name: view.shape for name, view in masks.items()}
     packing = rules.packing(given)
     if packing is not None:
         packing.check(chosen, given, {view.name: view.shape for view in inputs})
@@ -159,8 +158,7 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
     batch, heads, queries, _ = extents["teacher_q"]
     keys = extents["teacher_k"][2]
     sizes = rules.Extents(batch, heads, queries, keys, len(tq.shape))
-    if masks is not None:
-        _check_mask_arrays(masks, sizes)
+    _check_mask_arrays(masks, sizes)
     asked = rules.Asked(chosen, given, sizes, packing.sequences(given) if packing is not None else 0)
     rules.check(asked)
     if "float64" not in (tq.dtype, sq.dtype):
@@ -190,9 +188,7 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
 
 def _check_mask_arrays(masks: MaskArrays, extents: rules.Extents) -> None:
     """Check shapes and strides of those that were given."""
-    for name, view in zip(MASK_ARRAYS, masks, strict=True):
-        if view is None:
-            continue
+    for name, view in masks.items():
         if misfit := rules.ARRAYS[name].misfit(view.shape, extents):
             raise ValueError(f"{name}: shape {view.shape}{misfit}")
         if not rules.ARRAYS[name].bits and view.strides != compact_strides(view.shape):
@@ -200,10 +196,6 @@ def _check_mask_arrays(masks: MaskArrays, extents: rules.Extents) -> None:
                 f"{name}: stride {view.strides[0]} between its {view.shape[0]} elements; allowed is 1, a contiguous "
                 f"array. Pass {known(view.framework).contiguous(name, view.device)}"
             )
-
-
-def _shapes(masks: MaskArrays | None) -> dict[str, tuple[int, ...]]:
-    return {name: view.shape for name, view in zip(MASK_ARRAYS, masks or (), strict=False) if view is not None}
 
 
 def same_place(first: ArrayView, view: ArrayView) -> None:

@@ -38,7 +38,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 views=inputs,
                 outputs=[name for name, x in outputs._asdict().items() if x is not None],
                 saved=None if saved is None else copies(saved),
-                masks={} if masks is None else {name: x for name, x in copies(masks).items() if x is not None},
+                masks={name: host(x).copy() for name, x in (masks or {}).items()},
             )
         )
 

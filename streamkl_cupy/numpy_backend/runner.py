@@ -32,7 +32,6 @@ import numpy as np
 
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
 from ..elements import narrow
-from ..options import MASK_ARRAYS
 from ..problem import INPUT_NAMES, Problem
 from ..rules import masks as rules
 from ..rules.divergences import DIVERGENCES
@@ -236,7 +235,7 @@ class Runner:
     def _places(self, masks: MaskArrays | None) -> tuple[list[Place], int]:
         """The sequences, or the whole, with the mask's values checked, and how many threads share them."""
         p = self.problem
-        values = {name: host(x) for name, x in zip(MASK_ARRAYS, masks or (), strict=False) if x is not None}
+        values = {name: host(x) for name, x in (masks or {}).items()}
         rules.check_values(p, values)
         params = dict(p.mask.params)
         packing = rules.packing(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import reduce
 from operator import and_
 from typing import Any, Final
@@ -73,7 +73,7 @@ def check_values(problem: Problem, values: Mapping[str, NDArray[Any]]) -> None:
             array.check_values(values[name], extents)
 
 
-def packing(given: Mapping[str, Any]) -> Packing | None:
+def packing(given: Collection[str]) -> Packing | None:
     """What has sequences lie one after the other, of a call with these arrays of masks."""
     for part in MASKS.values():
         if part.packing is not None and any(array.name in given for array in part.arrays):
