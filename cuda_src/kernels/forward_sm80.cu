@@ -42,10 +42,10 @@ struct Offsets {
     TeacherCommon common_t;
     StudentCommon common_s;
     int row;
-    float ct, cs;
+    Scales scales;
     __device__ float2 operator()(int below) const {
-        return make_float2(Score<kTeacher>::logit(common_t.times(tq, row + below), ct),
-                           Score<kStudent>::logit(common_s.times(sq, row + below), cs));
+        return make_float2(Score<kTeacher>::logit(common_t.times(tq, row + below), scales.teacher),
+                           Score<kStudent>::logit(common_s.times(sq, row + below), scales.student));
     }
 };
 
@@ -105,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
     const int row = first_row + warp_row + Accumulators::first_row(lane);
+    const Scales scales{args.teacher_scale, args.student_scale};
     RowState state[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) state[i].start();
@@ -115,12 +116,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         Strip<kTiles> t, s;
         scores<kTiles>(t, tq, warp_row, fetch.teacher(stage));
         scores<kTiles>(s, sq, warp_row, fetch.student(stage));
-        absorb_tile<kTiles>(state, t, s, at.mask, row, at.full(first_row, end_row), key, args.teacher_scale, args.student_scale);
+        absorb_tile<kTiles>(state, t, s, at.mask, row, at.full(first_row, end_row), key, scales);
     }
     if constexpr (kCommon) {
         cp_async_wait<0>();  // a split without tiles has not waited for its queries
         __syncthreads();
-        write_rows(args, block, segment, state, row, Offsets{tq, sq, common_t, common_s, warp_row + Accumulators::first_row(lane), args.teacher_scale, args.student_scale});
+        write_rows(args, block, segment, state, row, Offsets{tq, sq, common_t, common_s, warp_row + Accumulators::first_row(lane), scales});
     } else {
         write_rows(args, block, segment, state, row);
     }

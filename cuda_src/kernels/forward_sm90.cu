@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
             add<kTiles>(t, rest);
         }
         release(previous);
-        absorb_tile<kTiles>(state, t, s, walk.mask, row, walk.full(group_row, group_end), key, args.teacher_scale, args.student_scale);
+        absorb_tile<kTiles>(state, t, s, walk.mask, row, walk.full(group_row, group_end), key, {args.teacher_scale, args.student_scale});
     }
     write_rows(args, block, segment, state, row);
 }

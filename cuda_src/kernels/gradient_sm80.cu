@@ -53,7 +53,7 @@ __device__ inline bool counts(u32 vectors, int j) {
 // one would be turned into selections that every tile pays for.
 template <bool MASKED>
 __device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s, const RowStats (&stats)[kWarpTiles][Accumulators::kRows], u32 vectors,
-                                       float scale, const Mask& mask, int row, int first_column, float ct, float cs) {
+                                       float scale, const Cursor<Mask>& at, int row, Scales scales) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
         const int column = 8 * c + Accumulators::first_column(lane_id());
@@ -70,14 +70,14 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s,
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const RowStats& x = kRowsAreQueries ? stats[m][Accumulators::row(e)] : streamed[Accumulators::column(e)];
-                float dx = dot_gradient<kSide>(t[m][c][e], s[m][c][e], x, ct, cs);
+                float dx = dot_gradient<kSide>(t[m][c][e], s[m][c][e], x, scales);
                 if constexpr (!kRowsAreQueries)
                     dx *= x.weight;
                 else if constexpr (OutElement::kNarrowExponent)
                     dx *= power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(x.value)));
                 if constexpr (MASKED) {
-                    const int r = row + 16 * m + Accumulators::below(Accumulators::row(e)), other = first_column + column + Accumulators::column(e);
-                    if (!(kRowsAreQueries ? mask.visible(r, other) : mask.visible(other, r))) dx = 0.f;
+                    const int r = row + 16 * m + Accumulators::below(Accumulators::row(e)), other = at.row() + column + Accumulators::column(e);
+                    if (!(kRowsAreQueries ? at.mask.visible(r, other) : at.mask.visible(other, r))) dx = 0.f;
                 }
                 t[m][c][e] = dx;
             }
@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
     const int row = first_row + warp_row + Accumulators::first_row(lane);
-    const float ct = args.teacher_scale, cs = args.student_scale;
+    const Scales scales{args.teacher_scale, args.student_scale};
 
     Strip<kOutTiles> out;
     clear<kOutTiles>(out);
@@ -287,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
                 for (int half = 0; half < Accumulators::kRows; ++half) {
                     const int r = warp_row + Accumulators::first_row(lane) + 16 * m + Accumulators::below(half);
                     float& lse = kSide == kTeacher ? stats[m][half].lse_t : stats[m][half].lse_s;
-                    lse = -Score<kSide>::logit(common.times(grad_rows, r), kSide == kTeacher ? ct : cs, lse);
+                    lse = -Score<kSide>::logit(common.times(grad_rows, r), kSide == kTeacher ? scales.teacher : scales.student, lse);
                 }
         }
         const auto leave_common = [&common, &fetch](int stage) { common.template leave<kColumns>(fetch.grad(stage)); };
@@ -304,9 +304,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             scores<kTiles>(s, rows_s, warp_row, fetch.student(i));
 
             if (full)
-                logit_gradients<false>(t, s, stats, vectors, scale, at.mask, row, first_column, ct, cs);
+                logit_gradients<false>(t, s, stats, vectors, scale, at, row, scales);
             else
-                logit_gradients<true>(t, s, stats, vectors, scale, at.mask, row, first_column, ct, cs);
+                logit_gradients<true>(t, s, stats, vectors, scale, at, row, scales);
 
             OutFragments a;
 #pragma unroll

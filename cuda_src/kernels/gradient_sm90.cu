@@ -186,8 +186,8 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
 }
 
 // t becomes the gradient of the logits.
-__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4], const RowStats (&rows)[Accumulators::kRows], u32 stats, float ct,
-                                       float cs) {
+__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4], const RowStats (&rows)[Accumulators::kRows], u32 stats,
+                                       Scales scales) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
         RowStats streamed[2];
@@ -195,7 +195,7 @@ __device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[k
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const RowStats& x = kRowsAreQueries ? rows[Accumulators::row(e)] : streamed[Accumulators::column(e)];
-            t[c][e] = dot_gradient<kSide>(t[c][e], s[c][e], x, ct, cs);
+            t[c][e] = dot_gradient<kSide>(t[c][e], s[c][e], x, scales);
             if constexpr (!kRowsAreQueries || kNarrow) t[c][e] *= x.weight;
         }
     }
@@ -243,7 +243,7 @@ struct Consumer {
     const Task& task;
     const Layout& shared;
     const int group, lane;
-    const float ct, cs;
+    const Scales scales;
     const Mask mask;  // of the first head
     const Range own;  // rows
     const Range mine;  // tiles that these may see
@@ -258,7 +258,7 @@ struct Consumer {
     Held& held;
 
     __device__ Consumer(const GradientArgs& args, const Task& task, const Layout& shared, int group, LaneStats& stats, Sums& out, Held& held)
-        : args(args), task(task), shared(shared), group(group), lane(lane_id()), ct(args.teacher_scale), cs(args.student_scale),
+        : args(args), task(task), shared(shared), group(group), lane(lane_id()), scales{args.teacher_scale, args.student_scale},
           mask(task.mask(args.n, task.first_head)),
           own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)},
           mine(own.begin < own.end ? covering(Task::streamed_of(mask, own), kColumns) : Range{0, 0}),
@@ -370,7 +370,7 @@ private:
         fence_accumulators(t);
         fence_accumulators(s);
     }
-    __device__ void gradients_of(Scores& t, const Scores& s, int slot) const { logit_gradients(t, s, stats, shared.stats(slot), ct, cs); }
+    __device__ void gradients_of(Scores& t, const Scores& s, int slot) const { logit_gradients(t, s, stats, shared.stats(slot), scales); }
     __device__ void hide_unseen(Scores& dx, const Cursor<Mask>& walk, int slot) const {
         hide(dx, walk.mask, row, walk.row());
         clear_non_finite<OutElement, kColumns, Out::kChunks>(shared.tile(slot) + out_offset(kColumns), kWarpgroup + group);

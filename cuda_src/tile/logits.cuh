@@ -3,6 +3,11 @@
 #include "common/math.cuh"
 #include "tile/fragment.cuh"
 
+// What dots are multiplied by, times log2(e).
+struct Scales {
+    float teacher, student;
+};
+
 // The logits of one row that a lane holds, as a divergence asks for them: each, and each less a reference. S is the score
 // whose dots the accumulators hold.
 template <class S, int TILES>
@@ -29,8 +34,9 @@ struct RowStats {
 
 // The derivative of a row's value by one dot product of a side, up to a constant and without the weight.
 template <int SIDE>
-__device__ inline float dot_gradient(float dot_t, float dot_s, const RowStats& row, float ct, float cs) {
-    const float x = Score<kTeacher>::logit(dot_t, ct, row.lse_t), y = Score<kStudent>::logit(dot_s, cs, row.lse_s);
+__device__ inline float dot_gradient(float dot_t, float dot_s, const RowStats& row, Scales scales) {
+    const float x = Score<kTeacher>::logit(dot_t, scales.teacher, row.lse_t);
+    const float y = Score<kStudent>::logit(dot_s, scales.student, row.lse_s);
     const float slope = SIDE == kTeacher ? Score<kTeacher>::slope(x + row.lse_t) : Score<kStudent>::slope(y + row.lse_s);
     return LogitGradient<SIDE>::evaluate(x, y, row.value) * slope;
 }

@@ -15,13 +15,13 @@ __device__ constexpr int below_first(int i) { return 16 * (i / Accumulators::kRo
 
 // T and S are the scores whose dots t and s hold.
 template <class T, class S, int TILES>
-__device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILES>& t, const Strip<TILES>& s, float ct, float cs) {
+__device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILES>& t, const Strip<TILES>& s, Scales scales) {
     LogitRow<T, TILES> row_t[kLaneRows];
     LogitRow<S, TILES> row_s[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-        row_t[i] = {{t[i / Accumulators::kRows], i % Accumulators::kRows}, ct};
-        row_s[i] = {{s[i / Accumulators::kRows], i % Accumulators::kRows}, cs};
+        row_t[i] = {{t[i / Accumulators::kRows], i % Accumulators::kRows}, scales.teacher};
+        row_s[i] = {{s[i / Accumulators::kRows], i % Accumulators::kRows}, scales.student};
     }
     RowState::absorb(state, row_t, row_s);
 }
@@ -30,9 +30,9 @@ __device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILE
 // of the way first, in a branch of its own: a test inside one would be turned into selections that every tile pays for.
 template <int TILES>
 __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t, Strip<TILES>& s, const Mask& mask, int row, bool full,
-                                   int first_key, float ct, float cs) {
+                                   int first_key, Scales scales) {
     if (full) {
-        absorb_all<Score<kTeacher>, Score<kStudent>, TILES>(state, t, s, ct, cs);
+        absorb_all<Score<kTeacher>, Score<kStudent>, TILES>(state, t, s, scales);
     } else {
         const int key = first_key + Accumulators::first_column(lane_id());
 #pragma unroll
@@ -42,10 +42,10 @@ __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const bool visible = mask.visible(row + 16 * m + Accumulators::below(Accumulators::row(e)), key + 8 * n + Accumulators::column(e));
-                    t[m][n][e] = visible ? Score<kTeacher>::logit(t[m][n][e], ct) : kMasked;
-                    s[m][n][e] = visible ? Score<kStudent>::logit(s[m][n][e], cs) : kMasked;
+                    t[m][n][e] = visible ? Score<kTeacher>::logit(t[m][n][e], scales.teacher) : kMasked;
+                    s[m][n][e] = visible ? Score<kStudent>::logit(s[m][n][e], scales.student) : kMasked;
                 }
-        absorb_all<LogitsThemselves, LogitsThemselves, TILES>(state, t, s, 1.f, 1.f);
+        absorb_all<LogitsThemselves, LogitsThemselves, TILES>(state, t, s, {1.f, 1.f});
     }
     __syncwarp();  // lanes whose references moved took longer; the matrix instructions want all of them
 }

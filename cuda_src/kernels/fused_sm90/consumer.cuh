@@ -36,7 +36,7 @@ constexpr bool kMasks<Everything> = false;
 // no registers to keep it.
 template <class Visible>
 __device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& score_side, Scores& grad_side, u32 stats, float scale,
-                                       Visible visible, float ct, float cs) {
+                                       Visible visible, Scales scales) {
     const int pair = Accumulators::pair(lane_id());
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
@@ -46,7 +46,7 @@ __device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& sco
         for (int e = 0; e < 4; ++e) {
             const RowStats& row = x[Accumulators::column(e)];
             const float t = kSide == kTeacher ? grad_side[c][e] : score_side[c][e], s = kSide == kTeacher ? score_side[c][e] : grad_side[c][e];
-            float dx = dot_gradient<kSide>(t, s, row, ct, cs);
+            float dx = dot_gradient<kSide>(t, s, row, scales);
             dx *= kNarrow ? plain_scale(row) : row.weight;
             if constexpr (kMasks<Visible>) {
                 if (!visible(8 * c + 2 * pair + Accumulators::column(e), Accumulators::below(Accumulators::row(e)))) dx = 0.f;
@@ -109,7 +109,7 @@ struct Consumer {
     WorkItemRing& items;
     const int group, lane;
     const int warp_row;  // of every kSubRows keys the consumer has 64, and of these the warp 16
-    const float ct, cs;
+    const Scales scales;
     const u32 ds_start;
     const u64 keys_score, keys_grad, ring_score, ring_grad, ring_grad_rows;
     ScoreCursor<> at_score;
@@ -124,7 +124,7 @@ struct Consumer {
     __device__ Consumer(const GradientArgs& args, const Layout& shared, WorkItemRing& items, Thread thread, Sums& out, Scores& score_side,
                         Scores& grad_side, Held& held)
         : args(args), shared(shared), items(items), group(thread.group), lane(thread.lane),
-          warp_row(64 * group + 16 * ((threadIdx.x / 32) & 3)), ct(args.teacher_scale), cs(args.student_scale),
+          warp_row(64 * group + 16 * ((threadIdx.x / 32) & 3)), scales{args.teacher_scale, args.student_scale},
           ds_start(ds_of(shared, warp_row + (lane & 15), lane >> 4)),
           keys_score(swizzled_descriptor(shared.base + kScoreKeysAt + group * 64 * 128)),
           keys_grad(swizzled_descriptor(shared.base + kGradKeysAt + group * 64 * 128)),
@@ -276,7 +276,7 @@ private:
         if (SUB == kSubs - 1) at_grad.advance();
         const u32 to = ds_address();
         Gradients dx;
-        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, ct, cs);
+        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, scales);
         if constexpr (MORE && kEarlyWaits) {
             await_score();
             await_grad();
@@ -315,7 +315,7 @@ private:
         // From memory: registers are dear.
         const int first_key = at.item.block.tile * kRows + warp_row + Accumulators::first_row(lane) + SUB * kSubRows;
         const auto visible = [&walk = at.walk, first_key](int column, int row) { return walk.mask.visible(walk.row() + column, first_key + row); };
-        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, visible, ct, cs);
+        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, visible, scales);
         clear_non_finite<E, kColumns, GradSide::kChunks>(shared.grad_tile(slot), kWarpgroup + group);
         await_turn();
         accumulate<SUB>(dx, to, slot);
