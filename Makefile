@@ -4,12 +4,16 @@ PYTHON ?= python
 # What a mistake in the host code breaks first: references and judges, the NumPy kernels against them, plans, masks'
 # blocks, what is packed for a kernel or handed to a backend, CUDA texts and their seams, and the refusals of a call.
 QUICK = reference compare cases properties numpy_backend patterns planning launch packing handed_down source seams api validate
-.PHONY: quick check test-cpu test-gpu mutate sanitize bench
+.PHONY: quick check format test-cpu test-gpu mutate sanitize bench
 
 check: ## lint, format, types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+format: ## what the check of formats wants, CUDA included
+	$(PYTHON) -m ruff format .
+	clang-format -i $$(find cuda_src -name '*.cu*')
 
 quick: check ## before a commit, within a minute on two cores: the above and the fast tests that prove most
 	$(PYTHON) -m pytest -q -r fE -m "not gpu" $(QUICK:%=tests/test_%.py)

@@ -4,11 +4,11 @@
 
 enum ElementCode { kBf16 = 0, kF16 = 1, kF32 = 2 };
 
-constexpr int kRows = SKL_ROWS;              // rows of the stationary tile (one block of threads)
-constexpr int kColumns = SKL_COLUMNS;        // rows of each streamed tile: the columns of the score tile
+constexpr int kRows = SKL_ROWS;        // rows of the stationary tile (one block of threads)
+constexpr int kColumns = SKL_COLUMNS;  // rows of each streamed tile: the columns of the score tile
 constexpr int kWarps = SKL_WARPS;
-constexpr int kWarpTiles = SKL_WARP_TILES;   // 16-row matrix tiles per warp
-constexpr int kStages = SKL_STAGES;          // streamed tiles in flight
+constexpr int kWarpTiles = SKL_WARP_TILES;  // 16-row matrix tiles per warp
+constexpr int kStages = SKL_STAGES;         // streamed tiles in flight
 constexpr int kThreads = kWarps * 32;
 constexpr bool kRowsAreQueries = SKL_ROWS_ARE_QUERIES;  // or the queries are streamed past stationary keys
 

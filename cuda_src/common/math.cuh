@@ -10,8 +10,8 @@ __device__ inline float infinity() { return __int_as_float(0x7f800000); }
 __device__ inline float not_a_number() { return __int_as_float(0x7fffffff); }
 __device__ inline bool is_finite(float x) { return fabsf(x) < infinity(); }
 
-// Log-sum-exps, nats, of logits that lacked so much in base 2. A row without keys stays what it is; where the numbers are too
-// large, all of the row is NaN.
+// Log-sum-exps, nats, of logits that lacked so much in base 2. A row without keys stays what it is; where the numbers
+// are too large, all of the row is NaN.
 __device__ inline void add_offsets(float& value, float& lse_t, float& lse_s, float offset_t, float offset_s) {
     if (lse_t == -infinity()) return;
     lse_t = fmaf(kLn2, offset_t, lse_t);

@@ -2,8 +2,9 @@
 #pragma once
 #include "common/types.cuh"
 
-// The largest i of [0, last] for which `ok` holds, where it holds up to some i; 0 where it holds for none. All lanes of the
-// warp together, with the same arguments. Whatever `ok` says, it is asked about [0, last] only and the answer lies there.
+// The largest i of [0, last] for which `ok` holds, where it holds up to some i; 0 where it holds for none. All lanes of
+// the warp together, with the same arguments. Whatever `ok` says, it is asked about [0, last] only and the answer lies
+// there.
 template <class Ok>
 __device__ inline int last_where(int last, Ok ok) {
     int low = 0, high = last;

@@ -19,7 +19,9 @@ struct Range {
 // Where nothing is left out.
 struct Everything {
     template <class... At>
-    __device__ bool operator()(At...) const { return true; }
+    __device__ bool operator()(At...) const {
+        return true;
+    }
 };
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

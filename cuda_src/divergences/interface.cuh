@@ -2,18 +2,21 @@
 //
 //   struct RowState            partial sums of one row over some of its keys, associative:
 //     start()                  no key seen yet
-//     absorb(rows, t, s)       static: adds keys to several rows, t[r] and s[r] as tile/logits.cuh has them: logits t[r][i]
-//                              in base 2 for i < kCount, or t[r].less(i, reference). A pair at kMasked counts for nothing.
+//     absorb(rows, t, s)       static: adds keys to several rows, t[r] and s[r] as tile/logits.cuh has them: logits
+//                              t[r][i] in base 2 for i < kCount, or t[r].less(i, reference). A pair at kMasked counts
+//                              for nothing.
 //     merge(other)             joins two states over disjoint keys
 //     shuffle(mask)            the state of the lane `mask` away
 //     store(to, stride), load(from, stride)  the state as floats in memory (their number stands in the registry)
-//     finish(value, lse_t, lse_s) value of the row and the two natural log-sum-exps; a row without keys gives 0, -inf, -inf
+//     finish(value, lse_t, lse_s) value of the row and the two natural log-sum-exps; a row without keys gives
+//                              0, -inf, -inf
 //
 //   struct LogitGradient<side> derivative of a row's value by one logit, up to a constant:
 //     kFactor                  that constant
 //     kNeedsValue              whether the row's value is read
 //     evaluate(x, y, value)    from x = log2 P, y = log2 Q of the key and the row's value in base 2
-//     bound(value)             an upper bound of |evaluate| over the keys of the row, for element types of narrow exponent
+//     bound(value)             an upper bound of |evaluate| over the keys of the row, for element types of narrow
+//                              exponent
 #pragma once
 #include "common/math.cuh"
 

@@ -118,12 +118,14 @@ struct RelativeEntropy {
     }
 };
 
-// By a logit of P: P_j (log P_j - log Q_j - value). P (log2 P - log2 Q) is above -1, and its positive part sums to at most
-// the value + 1.
+// By a logit of P: P_j (log P_j - log Q_j - value). P (log2 P - log2 Q) is above -1, and its positive part sums to at
+// most the value + 1.
 struct EntropyByFirst {
     static constexpr float kFactor = kLn2;
     static constexpr bool kNeedsValue = true;
-    __device__ static float of(float log_p, float log_q, float value) { return exp2_approx(log_p) * (log_p - log_q - value); }
+    __device__ static float of(float log_p, float log_q, float value) {
+        return exp2_approx(log_p) * (log_p - log_q - value);
+    }
     __device__ static float bound(float value) { return 2.f * fabsf(value) + 2.f; }
 };
 

@@ -11,7 +11,9 @@ struct RowState : RelativeEntropy {
     __device__ static void absorb(RowState (&rows)[COUNT], const T (&t)[COUNT], const S (&s)[COUNT]) {
         RelativeEntropy::absorb(rows, s, t);
     }
-    __device__ void finish(float& value, float& lse_t, float& lse_s) const { RelativeEntropy::finish(value, lse_s, lse_t); }
+    __device__ void finish(float& value, float& lse_t, float& lse_s) const {
+        RelativeEntropy::finish(value, lse_s, lse_t);
+    }
 };
 
 template <int SIDE>

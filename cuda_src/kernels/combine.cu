@@ -1,9 +1,8 @@
-// Joins the row states that the blocks of a split forward left behind. One thread per row; splits are merged in their order,
-// so the result does not depend on who finished first.
+// Joins the row states that the blocks of a split forward left behind. One thread per row; splits are merged in their
+// order, so the result does not depend on who finished first.
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "@divergence"
-
 
 static_assert(sizeof(RowState) == 4 * SplitStates::kStates, "plan: the state of a row");
 

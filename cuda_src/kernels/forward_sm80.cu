@@ -56,7 +56,9 @@ struct Keys {
     Range valid;
     Cursor<Mask> ahead;
     __device__ TeacherTile teacher(int stage) const { return {ring + stage * kStageBytes}; }
-    __device__ StudentTile student(int stage) const { return {ring + stage * kStageBytes + TeacherTile::bytes(kColumns)}; }
+    __device__ StudentTile student(int stage) const {
+        return {ring + stage * kStageBytes + TeacherTile::bytes(kColumns)};
+    }
     __device__ bool more() const { return ahead.more(); }
     __device__ void operator()(int i) {
         const int key = ahead.row(), stage = i % kStages;
@@ -66,7 +68,8 @@ struct Keys {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ ForwardArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
+    streamkl_forward(const __grid_constant__ ForwardArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
     Block block = block_of(blockIdx.x, n, n.heads, n.batch * n.heads, !Mask::kListed);
@@ -82,11 +85,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile tq{base};
     const StudentTile sq{base + TeacherTile::bytes(kRows)};
-    Keys fetch{base + kQueryBytes, head_view<TeacherTile>(args.in.teacher_k, block.batch, block.head / n.teacher_group, segment.first_key),
-               head_view<StudentTile>(args.in.student_k, block.batch, block.head / n.student_group, segment.first_key), keys, at};
+    Keys fetch{base + kQueryBytes,
+               head_view<TeacherTile>(args.in.teacher_k, block.batch, block.head / n.teacher_group, segment.first_key),
+               head_view<StudentTile>(args.in.student_k, block.batch, block.head / n.student_group, segment.first_key),
+               keys, at};
 
-    load_rows<kRows, SKL_TQ_VECTOR>(tq, head_view<TeacherTile>(args.in.teacher_q, block.batch, block.head, segment.first_query), first_row, rows);
-    load_rows<kRows, SKL_SQ_VECTOR>(sq, head_view<StudentTile>(args.in.student_q, block.batch, block.head, segment.first_query), first_row, rows);
+    load_rows<kRows, SKL_TQ_VECTOR>(
+        tq, head_view<TeacherTile>(args.in.teacher_q, block.batch, block.head, segment.first_query), first_row, rows);
+    load_rows<kRows, SKL_SQ_VECTOR>(
+        sq, head_view<StudentTile>(args.in.student_q, block.batch, block.head, segment.first_query), first_row, rows);
     cp_async_commit();
     fill_ring(fetch);
 
@@ -121,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
     if constexpr (kCommon) {
         cp_async_wait<0>();  // a split without tiles has not waited for its queries
         __syncthreads();
-        write_rows(args, block, segment, state, row, Offsets{tq, sq, common_t, common_s, warp_row + Accumulators::first_row(lane), scales});
+        write_rows(args, block, segment, state, row,
+                   Offsets{tq, sq, common_t, common_s, warp_row + Accumulators::first_row(lane), scales});
     } else {
         write_rows(args, block, segment, state, row);
     }

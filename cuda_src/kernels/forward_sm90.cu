@@ -11,8 +11,8 @@
 //   full[i]   1 (+ bytes) by the producer      consumers: piece i has arrived
 //   empty[i]  one per consumer warp            the producer: piece i may be overwritten
 //
-// A warpgroup that sees no key of a tile skips its products; the tiles run from the last key to the first, so that under
-// a mask the partial ones come first.
+// A warpgroup that sees no key of a tile skips its products; the tiles run from the last key to the first, so that
+// under a mask the partial ones come first.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
@@ -45,7 +45,8 @@ constexpr int kBarrierBytes = 8 * (2 * kRing + 1);
 static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup computes 64 x 64 scores");
 static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
-extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) streamkl_forward(const __grid_constant__ HopperForwardArgs all) {
+extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
+    streamkl_forward(const __grid_constant__ HopperForwardArgs all) {
     extern __shared__ unsigned char shared[];
     const ForwardArgs& args = all.base;
     const Extents& n = args.n;
@@ -54,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
     const Mask mask(n, segment, block.batch, block.head);
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, segment.queries);
     if (Mask::kRagged && first_row >= segment.queries) return;
-    // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
+    // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform
+    // registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
     const u32 base = (static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u;
@@ -78,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
         registers_lower<SKL_PRODUCER_REGISTERS>();
         if (threadIdx.x == kThreads) {
             mbarrier_expect(queries_here, kQueryBytes);
-            load_chunks<kRows>(queries_t, all.teacher_q, queries_here, 0, Teacher::kChunks, segment.first_query + first_row, block.head,
-                                block.batch);
-            load_chunks<kRows>(queries_s, all.student_q, queries_here, 0, Student::kChunks, segment.first_query + first_row, block.head,
-                                block.batch);
+            load_chunks<kRows>(queries_t, all.teacher_q, queries_here, 0, Teacher::kChunks,
+                               segment.first_query + first_row, block.head, block.batch);
+            load_chunks<kRows>(queries_s, all.student_q, queries_here, 0, Student::kChunks,
+                               segment.first_query + first_row, block.head, block.batch);
             const int head_t = block.head / n.teacher_group, head_s = block.head / n.student_group;
             for (; walk.more(); walk.next()) {
 #pragma unroll
@@ -92,8 +94,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
                     const u32 barrier = full + 8 * at.slot;
                     mbarrier_wait(empty + 8 * at.slot, at.parity ^ 1);
                     mbarrier_expect(barrier, chunks * kColumns * 128);
-                    load_chunks<kColumns>(ring + at.slot * kPieceBytes, teacher ? all.teacher_k : all.student_k, barrier, first_chunk,
-                                          chunks, segment.first_key + walk.row(), teacher ? head_t : head_s, block.batch);
+                    load_chunks<kColumns>(ring + at.slot * kPieceBytes, teacher ? all.teacher_k : all.student_k,
+                                          barrier, first_chunk, chunks, segment.first_key + walk.row(),
+                                          teacher ? head_t : head_s, block.batch);
                     at.advance();
                 }
             }
@@ -109,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) state[i].start();
 
-    const u64 q_t = swizzled_descriptor(queries_t + group * 64 * 128), q_s = swizzled_descriptor(queries_s + group * 64 * 128);
+    const u64 q_t = swizzled_descriptor(queries_t + group * 64 * 128),
+              q_s = swizzled_descriptor(queries_s + group * 64 * 128);
     const u64 ring_start = swizzled_descriptor(ring);
     const auto release = [empty](int slot) { warp_arrive(empty + 8 * slot); };
     mbarrier_wait(queries_here, 0);
@@ -135,7 +139,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
             const u64 piece = ring_start + static_cast<u64>(at.slot * (kPieceBytes >> 4));
             wgmma_fence();
             if (kLong && p >= kFirstHalf && p < kTeacherPieces)
-                multiply_rows<Teacher, kRows, kPieceChunks>(rest[0], q_t, piece, p * kPieceChunks, kFirstHalf * kPieceChunks);
+                multiply_rows<Teacher, kRows, kPieceChunks>(rest[0], q_t, piece, p * kPieceChunks,
+                                                            kFirstHalf * kPieceChunks);
             else if (p < kTeacherPieces)
                 multiply_rows<Teacher, kRows, kPieceChunks>(t[0], q_t, piece, p * kPieceChunks, 0, held);
             else
@@ -156,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS) str
             add<kTiles>(t, rest);
         }
         release(previous);
-        absorb_tile<kTiles>(state, t, s, walk.mask, row, walk.full(group_row, group_end), key, {args.teacher_scale, args.student_scale});
+        absorb_tile<kTiles>(state, t, s, walk.mask, row, walk.full(group_row, group_end), key,
+                            {args.teacher_scale, args.student_scale});
     }
     write_rows(args, block, segment, state, row);
 }

@@ -1,30 +1,31 @@
-// Backward of one side on Hopper, both gradients in one pass: the mathematics of gradient_sm80.cu with four products per
-// tile where a kernel per gradient needs six. The grad side is differentiated, the score side only recomputed; S are the grad
-// side's logits, dS = g * dvalue/dS:
+// Backward of one side on Hopper, both gradients in one pass: the mathematics of gradient_sm80.cu with four products
+// per tile where a kernel per gradient needs six. The grad side is differentiated, the score side only recomputed; S
+// are the grad side's logits, dS = g * dvalue/dS:
 //
 //   dK = c dS^T Q   summed in registers by the block that owns the keys, over the query heads that share them
 //   dQ = c dS K     needs all keys: blocks add fp32 parts in global memory, in no fixed order
 //
-// Three kernels: `prepare` clears the sums of dQ and the count of work tiles, and writes the rows' statistics where the copy
-// engine can fetch them, the main kernel adds, `finish` scales and converts dQ. In the workspace, one entry per query head and
-// kColumns queries:
+// Three kernels: `prepare` clears the sums of dQ and the count of work tiles, and writes the rows' statistics where the
+// copy engine can fetch them, the main kernel adds, `finish` scales and converts dQ. In the workspace, one entry per
+// query head and kColumns queries:
 //
 //   sums       [grad side's D / 8][...] floats, in the order in which the accumulators of the dQ product hold them
 //   row_stats  of the queries, as tile/row_stats.cuh lays them out; narrow types: g times what takes back a row's scale
 //   exponents  int, types of narrow exponent only: the largest exponent of g * bound
 //   taken      one int: work tiles that blocks have taken beyond their first
 //
-// Main kernel, whose blocks are persistent (pipeline/work_tiles.cuh); each role is a struct in a file of its own, in fused_sm90/
-// producer.cuh, consumer.cuh and query_gradient.cuh, and layout.cuh is what they share:
+// Main kernel, whose blocks are persistent (pipeline/work_tiles.cuh); each role is a struct in a file of its own, in
+// fused_sm90/ producer.cuh, consumer.cuh and query_gradient.cuh, and layout.cuh is what they share:
 //
-//   work tile kRows keys of one key head of the grad side, resident in shared memory; a work item is one of its query heads
-//   producer  one warp, whose first lane issues copies (lists of tiles are searched by whole warps); finds work tiles and
-//             streams queries, kColumns at a time, of each side through a ring, the grad side's with the row stats. The score
-//             side's keys are loaded anew where the query head reads others
-//   consumers two warpgroups, 64 of every 128 keys each: both scores, transposed (keys x queries), become dS^T, which is
-//             operand A of dK from registers, and goes through shared memory to
-//   dQ        one warpgroup: dS (read transposed) times the grad side's keys, kWide x 64 columns at a time; each warp stages
-//             its rows in shared memory and has the copy engine add them to the sums
+//   work tile kRows keys of one key head of the grad side, resident in shared memory; a work item is one of its query
+//             heads
+//   producer  one warp, whose first lane issues copies (lists of tiles are searched by whole warps); finds work tiles
+//             and streams queries, kColumns at a time, of each side through a ring, the grad side's with the row stats.
+//             The score side's keys are loaded anew where the query head reads others
+//   consumers two warpgroups, 64 of every 128 keys each: both scores, transposed (keys x queries), become dS^T, which
+//             is operand A of dK from registers, and goes through shared memory to
+//   dQ        one warpgroup: dS (read transposed) times the grad side's keys, kWide x 64 columns at a time; each warp
+//             stages its rows in shared memory and has the copy engine add them to the sums
 //
 //   barrier          arrivals                    waited for by
 //   grad_keys        1 (+ bytes)                 consumers and dQ
@@ -39,8 +40,8 @@
 //   ds_empty[i]      one per warp of dQ          consumers: stage i of dS may be overwritten
 //
 // An element type of narrow exponent gets dS twice: with g, scaled by one power of two per key block, for dK, and
-// without g, scaled by one per row, for dQ; `finish` multiplies g in. Where a list says so, blocks split the queries of a
-// key tile and dK is added up as in pipeline/partials.cuh.
+// without g, scaled by one per row, for dQ; `finish` multiplies g in. Where a list says so, blocks split the queries of
+// a key tile and dK is added up as in pipeline/partials.cuh.
 #include "kernels/fused_sm90/layout.cuh"
 #include "kernels/fused_sm90/prepare_finish.cuh"
 #include "kernels/fused_sm90/producer.cuh"
@@ -48,9 +49,11 @@
 #include "kernels/fused_sm90/consumer.cuh"
 #include "ptx/registers.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads + 256, 1) streamkl_fused(const __grid_constant__ HopperFusedArgs all) {
+extern "C" __global__ void __launch_bounds__(kThreads + 256, 1)
+    streamkl_fused(const __grid_constant__ HopperFusedArgs all) {
     extern __shared__ unsigned char memory[];
-    // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
+    // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform
+    // registers.
     const Thread thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0), lane_id()};
     const Layout shared(memory);
     WorkItemRing items = shared.items(memory);

@@ -3,13 +3,14 @@
 // log-sum-exps. With X the logits of the differentiated side, dX = g * dvalue/dX and
 //
 //   stationary queries:  dQ = c  dX K       dX has queries as rows; g is a row factor and waits for the epilogue
-//   stationary keys:     dK = c  dX^T Q     dX^T has keys as rows; the query heads that share a key head are summed here
+//   stationary keys:     dK = c  dX^T Q     dX^T has keys as rows; the query heads that share a key head are
+//                                          summed here
 //
 //   per tile: T and S in registers, dX in place, packed as operand A, times the streamed tile read transposed
 //
-// No atomics and no workspace: each output element has one owner and a fixed order of addition. An element type of narrow
-// exponent gets dX scaled by powers of two that the epilogue takes back: per row when the rows are queries, and per tile
-// with a running exponent when they are streamed.
+// No atomics and no workspace: each output element has one owner and a fixed order of addition. An element type of
+// narrow exponent gets dX scaled by powers of two that the epilogue takes back: per row when the rows are queries, and
+// per tile with a running exponent when they are streamed.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
@@ -34,16 +35,19 @@ constexpr int kTiles = kColumns / 8;
 constexpr int kOutTiles = OutTile::kDepth / 8;
 constexpr int kRowBytes = TeacherTile::bytes(kRows) + StudentTile::bytes(kRows);
 constexpr int kTileBytes = TeacherTile::bytes(kColumns) + StudentTile::bytes(kColumns);
-constexpr int kVectors = kRowsAreQueries ? 0 : Logit::kNeedsValue ? 4 : 3;  // per streamed query: two LSEs, g, the value
+constexpr int kVectors = kRowsAreQueries      ? 0
+                         : Logit::kNeedsValue ? 4
+                                              : 3;  // per streamed query: two LSEs, g, the value
 constexpr int kStageBytes = kTileBytes + kVectors * kColumns * 4;
 
-// Of the side that is differentiated, whose keys the gradient adds up; registers are dear, and the other side's logits know
-// no less without it than the log-sum-exp that they meet.
+// Of the side that is differentiated, whose keys the gradient adds up; registers are dear, and the other side's logits
+// know no less without it than the log-sum-exp that they meet.
 using Common = CommonPart<OutTile, Score<kSide>>;
 
 static_assert(kRowBytes + kStages * kStageBytes + Common::kBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
-// Whether streamed query j sees any key: no other one has an infinite log-sum-exp, and then its memory may hold anything.
+// Whether streamed query j sees any key: no other one has an infinite log-sum-exp, and then its memory may hold
+// anything.
 __device__ inline bool counts(u32 vectors, int j) {
     return !Mask::kSparse || shared_float(vectors + 4 * j) != -infinity();
 }
@@ -52,16 +56,19 @@ __device__ inline bool counts(u32 vectors, int j) {
 // that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
 // one would be turned into selections that every tile pays for.
 template <bool MASKED>
-__device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s, const RowStats (&stats)[kWarpTiles][Accumulators::kRows], u32 vectors,
+__device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s,
+                                       const RowStats (&stats)[kWarpTiles][Accumulators::kRows], u32 vectors,
                                        float scale, const Cursor<Mask>& at, int row, Scales scales) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
         const int column = 8 * c + Accumulators::first_column(lane_id());
         RowStats streamed[2];
         if constexpr (!kRowsAreQueries) {
-            const float2 lse_t = shared_float2(vectors + 4 * column), lse_s = shared_float2(vectors + 4 * (kColumns + column));
+            const float2 lse_t = shared_float2(vectors + 4 * column),
+                         lse_s = shared_float2(vectors + 4 * (kColumns + column));
             const float2 g = shared_float2(vectors + 4 * (2 * kColumns + column));
-            const float2 value = Logit::kNeedsValue ? shared_float2(vectors + 4 * (3 * kColumns + column)) : make_float2(0.f, 0.f);
+            const float2 value =
+                Logit::kNeedsValue ? shared_float2(vectors + 4 * (3 * kColumns + column)) : make_float2(0.f, 0.f);
             streamed[0] = {kLog2e * lse_t.x, kLog2e * lse_s.x, scale * g.x, kLog2e * value.x};
             streamed[1] = {kLog2e * lse_t.y, kLog2e * lse_s.y, scale * g.y, kLog2e * value.y};
         }
@@ -69,14 +76,16 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s,
         for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const RowStats& x = kRowsAreQueries ? stats[m][Accumulators::row(e)] : streamed[Accumulators::column(e)];
+                const RowStats& x =
+                    kRowsAreQueries ? stats[m][Accumulators::row(e)] : streamed[Accumulators::column(e)];
                 float dx = dot_gradient<kSide>(t[m][c][e], s[m][c][e], x, scales);
                 if constexpr (!kRowsAreQueries)
                     dx *= x.weight;
                 else if constexpr (OutElement::kNarrowExponent)
                     dx *= power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(x.value)));
                 if constexpr (MASKED) {
-                    const int r = row + 16 * m + Accumulators::below(Accumulators::row(e)), other = at.row() + column + Accumulators::column(e);
+                    const int r = row + 16 * m + Accumulators::below(Accumulators::row(e)),
+                              other = at.row() + column + Accumulators::column(e);
                     if (!(kRowsAreQueries ? at.mask.visible(r, other) : at.mask.visible(other, r))) dx = 0.f;
                 }
                 t[m][c][e] = dx;
@@ -86,9 +95,9 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s,
 
 using OutFragments = FragmentA<OutTile::kCode>[kTiles / 2][kWarpTiles];
 
-// out += score gradients * streamed tile. The matrix unit truncates when it adds; where operands are planes, a tile's many
-// small products are therefore summed apart, and join the long sum by one rounded addition. Beyond a head dim of 192 there
-// are no registers for that.
+// out += score gradients * streamed tile. The matrix unit truncates when it adds; where operands are planes, a tile's
+// many small products are therefore summed apart, and join the long sum by one rounded addition. Beyond a head dim of
+// 192 there are no registers for that.
 __device__ inline void accumulate(Strip<kOutTiles>& out, const OutFragments& a, OutTile streamed) {
     if constexpr (OutElement::kPlanes == 1 || kOutTiles > 24) {
 #pragma unroll
@@ -128,8 +137,8 @@ __device__ inline void accumulate(Strip<kOutTiles>& out, const OutFragments& a, 
     }
 }
 
-// Brings the sums to a scale that the weights of one more tile of queries can have, and returns that. Narrow types, streamed
-// queries: weights are scaled by 2^(kTopExponent - exponent).
+// Brings the sums to a scale that the weights of one more tile of queries can have, and returns that. Narrow types,
+// streamed queries: weights are scaled by 2^(kTopExponent - exponent).
 __device__ inline float rescale(Strip<kOutTiles>& out, int& exponent, u32 vectors, Range columns, int first_column) {
     int top = exponent;
     for (int j = lane_id(); j < kColumns; j += 32) {
@@ -171,17 +180,26 @@ struct Stream {
 
     __device__ void operator()(int i) {
         const int first = ahead.row();
-        constexpr int at_once = Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
+        constexpr int at_once =
+            Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
         const bool full = ahead.full(task.rows.begin, task.rows.end);
-        const auto met = [this, full](int column) { return full || ahead.streamed_seen(task.rows.begin, task.rows.end, column); };
-        load_rows<kColumns, kRowsAreQueries ? SKL_TK_VECTOR : SKL_TQ_VECTOR, at_once>(teacher(i), teacher_view, first, valid, met);
-        load_rows<kColumns, kRowsAreQueries ? SKL_SK_VECTOR : SKL_SQ_VECTOR, at_once>(student(i), student_view, first, valid, met);
+        const auto met = [this, full](int column) {
+            return full || ahead.streamed_seen(task.rows.begin, task.rows.end, column);
+        };
+        load_rows<kColumns, kRowsAreQueries ? SKL_TK_VECTOR : SKL_TQ_VECTOR, at_once>(teacher(i), teacher_view, first,
+                                                                                      valid, met);
+        load_rows<kColumns, kRowsAreQueries ? SKL_SK_VECTOR : SKL_SQ_VECTOR, at_once>(student(i), student_view, first,
+                                                                                      valid, met);
         if constexpr (!kRowsAreQueries) {
             for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
                 const int which = j / kColumns, q = first + j % kColumns;
-                const Tensor3& x = which == 0 ? args.teacher_lse : which == 1 ? args.student_lse : which == 2 ? args.grad : args.value;
+                const Tensor3& x = which == 0   ? args.teacher_lse
+                                   : which == 1 ? args.student_lse
+                                   : which == 2 ? args.grad
+                                                : args.value;
                 const bool inside = valid.contains(q);
-                cp_async_4(vectors(i) + 4 * j, row_vector(x, task.block.batch, head, task.segment.first_query) + (inside ? q * x.row : 0),
+                cp_async_4(vectors(i) + 4 * j,
+                           row_vector(x, task.block.batch, head, task.segment.first_query) + (inside ? q * x.row : 0),
                            inside ? 4 : 0);
             }
         }
@@ -189,15 +207,18 @@ struct Stream {
     }
 };
 
-// What the sums must be multiplied by is known where they are written; so is the segment, found anew: registers are dear in the loop.
-__device__ inline void write(const GradientArgs& args, const Block& block, const Strip<kOutTiles>& out, int row, int exponent) {
+// What the sums must be multiplied by is known where they are written; so is the segment, found anew: registers are
+// dear in the loop.
+__device__ inline void write(const GradientArgs& args, const Block& block, const Strip<kOutTiles>& out, int row,
+                             int exponent) {
     constexpr int bytes = OutElement::kBytes;
     const Extents& n = args.n;
     const Task again(n);
     const Segment& here = again.segment;
     const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
     const u64 head_base =
-        args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
+        args.out.pointer +
+        (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
     const Mask mask(n, here, block.batch, again.first_head);
     const int lane = lane_id();
 #pragma unroll
@@ -209,7 +230,8 @@ __device__ inline void write(const GradientArgs& args, const Block& block, const
             if constexpr (kRowsAreQueries) {
                 const RowStats x = read_row_stats(args, mask, block.batch, block.head, r);
                 factor *= x.weight;
-                if constexpr (OutElement::kNarrowExponent) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
+                if constexpr (OutElement::kNarrowExponent)
+                    factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
             } else if constexpr (OutElement::kNarrowExponent) {
                 factor *= power_of_two(exponent - kTopExponent);
             }
@@ -217,7 +239,8 @@ __device__ inline void write(const GradientArgs& args, const Block& block, const
 #pragma unroll
             for (int d = 0; d < kOutTiles; ++d) {
                 const int column = 8 * d + Accumulators::first_column(lane);
-                const float x = out[m][d][Accumulators::element(half, 0)] * factor, y = out[m][d][Accumulators::element(half, 1)] * factor;
+                const float x = out[m][d][Accumulators::element(half, 0)] * factor,
+                            y = out[m][d][Accumulators::element(half, 1)] * factor;
                 const u64 address = head_base + (r * args.out.row + column) * bytes;
                 if (OutTile::kHeadDim % 2 == 0 && column < OutTile::kHeadDim) {
                     OutElement::store_pair(address, x, y);
@@ -229,7 +252,8 @@ __device__ inline void write(const GradientArgs& args, const Block& block, const
         }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_gradient(const __grid_constant__ GradientArgs args) {
+extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
+    streamkl_gradient(const __grid_constant__ GradientArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
     const Task task(n);
@@ -259,14 +283,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
         Common common{base + kRowBytes + kStages * kStageBytes};
         const HeadView queries_t = head_view<TeacherTile>(args.in.teacher_q, block.batch, head, segment.first_query);
         const HeadView queries_s = head_view<StudentTile>(args.in.student_q, block.batch, head, segment.first_query);
-        const HeadView keys_t = head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group, segment.first_key);
-        const HeadView keys_s = head_view<StudentTile>(args.in.student_k, block.batch, head / n.student_group, segment.first_key);
-        Stream fetch{base + kRowBytes, args, task, head, kRowsAreQueries ? keys_t : queries_t, kRowsAreQueries ? keys_s : queries_s, columns, at};
+        const HeadView keys_t =
+            head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group, segment.first_key);
+        const HeadView keys_s =
+            head_view<StudentTile>(args.in.student_k, block.batch, head / n.student_group, segment.first_key);
+        Stream fetch{base + kRowBytes,
+                     args,
+                     task,
+                     head,
+                     kRowsAreQueries ? keys_t : queries_t,
+                     kRowsAreQueries ? keys_s : queries_s,
+                     columns,
+                     at};
 
         cp_async_wait<0>();  // a head whose list is empty has waited for nothing, not even for its rows
         __syncthreads();     // the previous head's last tile is still being read
-        load_rows<kRows, kRowsAreQueries ? SKL_TQ_VECTOR : SKL_TK_VECTOR>(rows_t, kRowsAreQueries ? queries_t : keys_t, first_row, task.rows);
-        load_rows<kRows, kRowsAreQueries ? SKL_SQ_VECTOR : SKL_SK_VECTOR>(rows_s, kRowsAreQueries ? queries_s : keys_s, first_row, task.rows);
+        load_rows<kRows, kRowsAreQueries ? SKL_TQ_VECTOR : SKL_TK_VECTOR>(rows_t, kRowsAreQueries ? queries_t : keys_t,
+                                                                          first_row, task.rows);
+        load_rows<kRows, kRowsAreQueries ? SKL_SQ_VECTOR : SKL_SK_VECTOR>(rows_s, kRowsAreQueries ? queries_s : keys_s,
+                                                                          first_row, task.rows);
         cp_async_commit();
         fill_ring(fetch);
 
@@ -275,7 +310,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
                 for (int half = 0; half < Accumulators::kRows; ++half)
-                    stats[m][half] = read_row_stats(args, mask, block.batch, head, row + 16 * m + Accumulators::below(half));
+                    stats[m][half] =
+                        read_row_stats(args, mask, block.batch, head, row + 16 * m + Accumulators::below(half));
         }
         if constexpr (Common::kPossible) {
             common.find(kSide == kTeacher ? keys_t : keys_s, KeySample(at, columns));
@@ -287,7 +323,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
                 for (int half = 0; half < Accumulators::kRows; ++half) {
                     const int r = warp_row + Accumulators::first_row(lane) + 16 * m + Accumulators::below(half);
                     float& lse = kSide == kTeacher ? stats[m][half].lse_t : stats[m][half].lse_s;
-                    lse = -Score<kSide>::logit(common.times(grad_rows, r), kSide == kTeacher ? scales.teacher : scales.student, lse);
+                    lse = -Score<kSide>::logit(common.times(grad_rows, r),
+                                               kSide == kTeacher ? scales.teacher : scales.student, lse);
                 }
         }
         const auto leave_common = [&common, &fetch](int stage) { common.template leave<kColumns>(fetch.grad(stage)); };
@@ -297,7 +334,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
             const bool full = at.full(first_row, end_row);
             const u32 vectors = fetch.vectors(i);
             float scale = 1.f;
-            if constexpr (!kRowsAreQueries && OutElement::kNarrowExponent) scale = rescale(out, exponent, vectors, columns, first_column);
+            if constexpr (!kRowsAreQueries && OutElement::kNarrowExponent)
+                scale = rescale(out, exponent, vectors, columns, first_column);
 
             Strip<kTiles> t, s;
             scores<kTiles>(t, rows_t, warp_row, fetch.teacher(i));
@@ -312,7 +350,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS) streamkl_
 #pragma unroll
             for (int k = 0; k < kTiles / 2; ++k)
 #pragma unroll
-                for (int m = 0; m < kWarpTiles; ++m) accumulators_to_a<OutTile::kCode>(a[k][m], t[m][2 * k], t[m][2 * k + 1]);
+                for (int m = 0; m < kWarpTiles; ++m)
+                    accumulators_to_a<OutTile::kCode>(a[k][m], t[m][2 * k], t[m][2 * k + 1]);
             accumulate(out, a, fetch.grad(i));
         }
     }

@@ -1,16 +1,18 @@
-// Backward on Hopper: the mathematics of gradient_sm80.cu with asynchronous copies and warpgroup products. One source for
-// the gradients of all four inputs; with X the logits of the differentiated side and dX = g * dvalue/dX,
+// Backward on Hopper: the mathematics of gradient_sm80.cu with asynchronous copies and warpgroup products. One source
+// for the gradients of all four inputs; with X the logits of the differentiated side and dX = g * dvalue/dX,
 //
 //   stationary queries:  dQ = c  dX K       streams keys; g waits for the epilogue
-//   stationary keys:     dK = c  dX^T Q     streams queries of all heads that share the key head, with their row vectors
+//   stationary keys:     dK = c  dX^T Q     streams queries of all heads that share the key head, with their
+//                                          row vectors
 //
 //   block     kRows = kGroups x 64 rows of both sides, resident in shared memory
 //   producer  one warp; streams the other operand's rows, kColumns at a time, through a ring of kRing slots that hold a
 //             tile of both sides, and for stationary keys what the queries contribute (tile/row_stats.cuh)
-//   consumers kGroups warpgroups, 64 rows each: T and S (64 x kColumns) in registers become dX, which packed as operand A
-//             is multiplied with the tile it came from, read transposed. That product and the next tile's T and S are one
-//             batch for the matrix unit, and while one warpgroup waits for it the others compute: they share only barriers.
-//             kAhead: registers hold two tiles of scores, and on runs of tiles that are visible as a whole no warpgroup waits
+//   consumers kGroups warpgroups, 64 rows each: T and S (64 x kColumns) in registers become dX, which packed as
+//             operand A is multiplied with the tile it came from, read transposed. That product and the next tile's T
+//             and S are one batch for the matrix unit, and while one warpgroup waits for it the others compute: they
+//             share only barriers. kAhead: registers hold two tiles of scores, and on runs of tiles that are visible as
+//             a whole no warpgroup waits
 //
 //   barrier    arrivals                                        waited for by
 //   full[i]    1 (+ bytes), and 1 when row vectors are written consumers: slot i is filled
@@ -18,10 +20,11 @@
 //   rows_here  1 (+ bytes)                                     consumers: the resident rows are there
 //   rows_free  one per consumer warp                           the producer: the other side's keys may be exchanged
 //
-// Rows of a tile that hold an infinity or a NaN are cleared before the product with dX, on tiles that are not visible as a
-// whole: who sees them has NaN already, and who does not must not get it. No atomics and no workspace, but where blocks share a
-// list (pipeline/partials.cuh): each output element has one owner and a fixed order of addition. Of the teacher's resident rows
-// kHeld steps are kept in registers (tile/swizzled.cuh). Types of narrow exponent are scaled as in gradient_sm80.cu.
+// Rows of a tile that hold an infinity or a NaN are cleared before the product with dX, on tiles that are not visible
+// as a whole: who sees them has NaN already, and who does not must not get it. No atomics and no workspace, but where
+// blocks share a list (pipeline/partials.cuh): each output element has one owner and a fixed order of addition. Of the
+// teacher's resident rows kHeld steps are kept in registers (tile/swizzled.cuh). Types of narrow exponent are scaled as
+// in gradient_sm80.cu.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
@@ -55,20 +58,24 @@ constexpr int kRing = SKL_STAGES;
 constexpr int kRowBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
 constexpr int kTileBytes = Teacher::bytes(kColumns) + Student::bytes(kColumns);
 constexpr int kStatsBytes = kRowsAreQueries ? 0 : Stats::kFloats * 4 + 16;  // the 16: an exponent
-constexpr int kStatsPerLane = ceil_div(kColumns, 32);                      // of the producer
-constexpr int kHeld = SKL_HELD_STEPS;                                      // of the teacher's resident rows
+constexpr int kStatsPerLane = ceil_div(kColumns, 32);                       // of the producer
+constexpr int kHeld = SKL_HELD_STEPS;                                       // of the teacher's resident rows
 constexpr bool kAhead = SKL_AHEAD;  // the next tile's scores are multiplied while this one's gradients are computed
 constexpr int kBarriers = 2 * kRing + 2;
 
 static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
 static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of the next one, or the one after that");
-static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers == SKL_SMEM_BYTES, "plan: smem_bytes");
+static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers == SKL_SMEM_BYTES,
+              "plan: smem_bytes");
 
 // Shared memory, as addresses.
 struct Layout {
     u32 rows, ring, stats_ring, barriers;
     __device__ explicit Layout(u32 base)
-        : rows(base), ring(base + kRowBytes), stats_ring(ring + kRing * kTileBytes), barriers(stats_ring + kRing * kStatsBytes) {}
+        : rows(base),
+          ring(base + kRowBytes),
+          stats_ring(ring + kRing * kTileBytes),
+          barriers(stats_ring + kRing * kStatsBytes) {}
     __device__ u32 tile(int slot) const { return ring + slot * kTileBytes; }
     __device__ u32 stats(int slot) const { return stats_ring + slot * kStatsBytes; }
     __device__ u32 exponent(int slot) const { return stats(slot) + Stats::kFloats * 4; }
@@ -83,18 +90,21 @@ __device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : T
 
 // ROWS rows of both sides, one after the other.
 template <int ROWS>
-__device__ inline void load_both(u32 shared, const TensorMap& teacher, const TensorMap& student, u32 barrier, int row, int head_t,
-                                 int head_s, int batch) {
+__device__ inline void load_both(u32 shared, const TensorMap& teacher, const TensorMap& student, u32 barrier, int row,
+                                 int head_t, int head_s, int batch) {
     mbarrier_expect(barrier, Teacher::bytes(ROWS) + Student::bytes(ROWS));
     load_chunks<ROWS>(shared, teacher, barrier, 0, Teacher::kChunks, row, head_t, batch);
     load_chunks<ROWS>(shared + Teacher::bytes(ROWS), student, barrier, 0, Student::kChunks, row, head_s, batch);
 }
 
-// The row vectors of one head. Its reader has no time to lose: what it does, a consumer on the same scheduler waits for.
+// The row vectors of one head. Its reader has no time to lose: what it does, a consumer on the same scheduler waits
+// for.
 struct RowVectors {
     const float *lse_t, *lse_s, *weight, *value;
     __device__ RowVectors(const GradientArgs& args, int b, int h, int first)
-        : lse_t(row_vector(args.teacher_lse, b, h, first)), lse_s(row_vector(args.student_lse, b, h, first)), weight(row_vector(args.grad, b, h, first)),
+        : lse_t(row_vector(args.teacher_lse, b, h, first)),
+          lse_s(row_vector(args.student_lse, b, h, first)),
+          weight(row_vector(args.grad, b, h, first)),
           value(Logit::kNeedsValue ? row_vector(args.value, b, h, first) : nullptr) {}
     // As they stand in memory, which holds anything for a row that sees no key: its pairs are hidden later.
     __device__ RowStats at(const GradientArgs& args, int q) const {
@@ -125,9 +135,11 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
             if (lane == 0) {
                 const u32 here = shared.rows_here();
                 if (kRowsAreQueries)
-                    load_both<kRows>(shared.rows, all.teacher_q, all.student_q, here, first_query + task.rows.begin, head, head, batch);
+                    load_both<kRows>(shared.rows, all.teacher_q, all.student_q, here, first_query + task.rows.begin,
+                                     head, head, batch);
                 else
-                    load_both<kRows>(shared.rows, all.teacher_k, all.student_k, here, first_key + task.rows.begin, head_t, head_s, batch);
+                    load_both<kRows>(shared.rows, all.teacher_k, all.student_k, here, first_key + task.rows.begin,
+                                     head_t, head_s, batch);
             }
             __syncwarp();
         }
@@ -145,9 +157,11 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
             if (lane == 0) {
                 const u32 barrier = shared.full(at.slot), slot = shared.tile(at.slot);
                 if (kRowsAreQueries)
-                    load_both<kColumns>(slot, all.teacher_k, all.student_k, barrier, first_key + first, head_t, head_s, batch);
+                    load_both<kColumns>(slot, all.teacher_k, all.student_k, barrier, first_key + first, head_t, head_s,
+                                        batch);
                 else
-                    load_both<kColumns>(slot, all.teacher_q, all.student_q, barrier, first_query + first, head, head, batch);
+                    load_both<kColumns>(slot, all.teacher_q, all.student_q, barrier, first_query + first, head, head,
+                                        batch);
             }
             if constexpr (!kRowsAreQueries) {
 #pragma unroll
@@ -161,12 +175,14 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
 #pragma unroll
                     for (int i = 0; i < kStatsPerLane; ++i) {
                         const int q = first + lane + 32 * i, e = exponent_of(x[i].weight * Logit::bound(x[i].value));
-                        const bool seen = (q < task.segment.queries) & !mask.keys_of(q, q + 1).empty() & (x[i].lse_t != -infinity());
+                        const bool seen =
+                            (q < task.segment.queries) & !mask.keys_of(q, q + 1).empty() & (x[i].lse_t != -infinity());
                         if (seen & (e < 127)) exponent = max(exponent, e);
                     }
                     exponent = __reduce_max_sync(~0u, exponent);
                     scale = power_of_two(max(kTopExponent - exponent, -126));
-                    if (lane == 0) *reinterpret_cast<int*>(__cvta_shared_to_generic(shared.exponent(at.slot))) = exponent;
+                    if (lane == 0)
+                        *reinterpret_cast<int*>(__cvta_shared_to_generic(shared.exponent(at.slot))) = exponent;
                 }
                 float* const stats = reinterpret_cast<float*>(__cvta_shared_to_generic(shared.stats(at.slot)));
 #pragma unroll
@@ -186,8 +202,8 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
 }
 
 // t becomes the gradient of the logits.
-__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4], const RowStats (&rows)[Accumulators::kRows], u32 stats,
-                                       Scales scales) {
+__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4],
+                                       const RowStats (&rows)[Accumulators::kRows], u32 stats, Scales scales) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
         RowStats streamed[2];
@@ -201,8 +217,8 @@ __device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[k
     }
 }
 
-// Sets the pairs that are not visible to zero, whatever came out for them. A pass of its own: the other scores' registers are
-// free by then, and tiles that are visible as a whole do not pay for it.
+// Sets the pairs that are not visible to zero, whatever came out for them. A pass of its own: the other scores'
+// registers are free by then, and tiles that are visible as a whole do not pay for it.
 __device__ inline void hide(float (&dx)[kTiles][4], const Mask& mask, int row, int first_column) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c)
@@ -225,9 +241,10 @@ __device__ inline void multiply_out(float (&out)[TILES][4], const Gradients& a, 
         const u64 rows = streamed + (k * 16 * 128 >> 4);
 #pragma unroll
         for (int d = 0; d < TILES - rest; d += wide)
-            wgmma<Out::kHalf, 1>(reinterpret_cast<float(&)[wide][4]>(out[d]), a[k].r[0], rows + (d / 8 * kColumns * 128 >> 4), 1);
+            wgmma<Out::kHalf, 1>(reinterpret_cast<float (&)[wide][4]>(out[d]), a[k].r[0],
+                                 rows + (d / 8 * kColumns * 128 >> 4), 1);
         if constexpr (rest > 0)
-            wgmma<Out::kHalf, 1>(reinterpret_cast<float(&)[rest][4]>(out[TILES - rest]), a[k].r[0],
+            wgmma<Out::kHalf, 1>(reinterpret_cast<float (&)[rest][4]>(out[TILES - rest]), a[k].r[0],
                                  rows + ((TILES - rest) / 8 * kColumns * 128 >> 4), 1);
     }
 }
@@ -244,8 +261,8 @@ struct Consumer {
     const Layout& shared;
     const int group, lane;
     const Scales scales;
-    const Mask mask;  // of the first head
-    const Range own;  // rows
+    const Mask mask;   // of the first head
+    const Range own;   // rows
     const Range mine;  // tiles that these may see
     const int row;
     const u64 rows_t, rows_s, ring_t, ring_s, ring_out;
@@ -257,19 +274,31 @@ struct Consumer {
     Sums& out;
     Held& held;
 
-    __device__ Consumer(const GradientArgs& args, const Task& task, const Layout& shared, int group, LaneStats& stats, Sums& out, Held& held)
-        : args(args), task(task), shared(shared), group(group), lane(lane_id()), scales{args.teacher_scale, args.student_scale},
+    __device__ Consumer(const GradientArgs& args, const Task& task, const Layout& shared, int group, LaneStats& stats,
+                        Sums& out, Held& held)
+        : args(args),
+          task(task),
+          shared(shared),
+          group(group),
+          lane(lane_id()),
+          scales{args.teacher_scale, args.student_scale},
           mask(task.mask(args.n, task.first_head)),
           own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)},
           mine(own.begin < own.end ? covering(Task::streamed_of(mask, own), kColumns) : Range{0, 0}),
           row(own.begin + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane)),
-          rows_t(swizzled_descriptor(shared.rows + group * 64 * 128)), rows_s(rows_t + (Teacher::bytes(kRows) >> 4)),
-          ring_t(swizzled_descriptor(shared.ring)), ring_s(ring_t + (Teacher::bytes(kColumns) >> 4)),
-          ring_out(swizzled_descriptor(shared.ring + out_offset(kColumns), kColumns * 128)), stats(stats), out(out), held(held) {
+          rows_t(swizzled_descriptor(shared.rows + group * 64 * 128)),
+          rows_s(rows_t + (Teacher::bytes(kRows) >> 4)),
+          ring_t(swizzled_descriptor(shared.ring)),
+          ring_s(ring_t + (Teacher::bytes(kColumns) >> 4)),
+          ring_out(swizzled_descriptor(shared.ring + out_offset(kColumns), kColumns * 128)),
+          stats(stats),
+          out(out),
+          held(held) {
         if constexpr (kRowsAreQueries) {
 #pragma unroll
             for (int half = 0; half < Accumulators::kRows; ++half) {
-                stats[half] = read_row_stats(args, mask, task.block.batch, task.block.head, row + Accumulators::below(half));
+                stats[half] =
+                    read_row_stats(args, mask, task.block.batch, task.block.head, row + Accumulators::below(half));
                 if constexpr (kNarrow)
                     stats[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(stats[half].value)));
             }
@@ -305,13 +334,15 @@ struct Consumer {
         const Block& block = task.block;
         const int first_out = kRowsAreQueries ? task.segment.first_query : task.segment.first_key;
         const u64 head_base =
-            args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
+            args.out.pointer +
+            (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
 #pragma unroll
         for (int half = 0; half < Accumulators::kRows; ++half) {
             const int r = row + Accumulators::below(half);
             float factor = gradient_factor<kSide>(args.out_scale);
             if constexpr (kRowsAreQueries) {
-                const RowStats x = read_row_stats(args, mask, block.batch, block.head, r);  // again: registers are dear above
+                const RowStats x =
+                    read_row_stats(args, mask, block.batch, block.head, r);  // again: registers are dear above
                 factor *= x.weight;
                 if constexpr (kNarrow) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
             } else if constexpr (kNarrow) {
@@ -335,7 +366,8 @@ struct Consumer {
             for (int d = 0; d < kOutTiles; ++d) {
                 const int column = 8 * d + Accumulators::first_column(lane);
                 if (column < Out::kDim)
-                    OutElement::store_pair(head_base + (r * args.out.row + column) * bytes, out[d][Accumulators::element(half, 0)],
+                    OutElement::store_pair(head_base + (r * args.out.row + column) * bytes,
+                                           out[d][Accumulators::element(half, 0)],
                                            out[d][Accumulators::element(half, 1)]);
             }
         }
@@ -354,7 +386,8 @@ private:
         release();
     }
     __device__ bool wanted(const Cursor<Mask>& walk) const {
-        return walk.tile() >= mine.begin && walk.tile() < mine.end && (!Mask::kListed || walk.any_visible(own.begin, own.end));
+        return walk.tile() >= mine.begin && walk.tile() < mine.end &&
+               (!Mask::kListed || walk.any_visible(own.begin, own.end));
     }
     __device__ void multiply_scores(Scores& t, Scores& s) const {  // of the tile at hand
         const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
@@ -370,10 +403,13 @@ private:
         fence_accumulators(t);
         fence_accumulators(s);
     }
-    __device__ void gradients_of(Scores& t, const Scores& s, int slot) const { logit_gradients(t, s, stats, shared.stats(slot), scales); }
+    __device__ void gradients_of(Scores& t, const Scores& s, int slot) const {
+        logit_gradients(t, s, stats, shared.stats(slot), scales);
+    }
     __device__ void hide_unseen(Scores& dx, const Cursor<Mask>& walk, int slot) const {
         hide(dx, walk.mask, row, walk.row());
-        clear_non_finite<OutElement, kColumns, Out::kChunks>(shared.tile(slot) + out_offset(kColumns), kWarpgroup + group);
+        clear_non_finite<OutElement, kColumns, Out::kChunks>(shared.tile(slot) + out_offset(kColumns),
+                                                             kWarpgroup + group);
     }
     __device__ static void pack(Gradients& a, const Scores& dx) {
 #pragma unroll
@@ -444,8 +480,8 @@ private:
         if (pending) release();
     }
 
-    // Takes the tile whose scores are in t and s. Meanwhile the product that `a`, dX of the tile in `slot`, has to make is under
-    // way, unless this is the first of a run, and with MORE the next tile's scores. dX ends in `a`.
+    // Takes the tile whose scores are in t and s. Meanwhile the product that `a`, dX of the tile in `slot`, has to make
+    // is under way, unless this is the first of a run, and with MORE the next tile's scores. dX ends in `a`.
     template <bool FIRST, bool MORE>
     __device__ void step(Gradients& a, int& slot, Scores& t, Scores& s, Scores& next_t, Scores& next_s) {
         const int before = slot;
@@ -525,7 +561,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     if (Mask::kRagged && task.rows.begin >= task.row_count) return;
     if (Mask::kListed && !limit_list_splits(task.block, all.base)) return;
     const Layout shared((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u);
-    // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform registers.
+    // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform
+    // registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {

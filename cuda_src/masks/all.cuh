@@ -36,7 +36,8 @@ struct AllOf : Parts... {
         ((Parts::template locate<ROWS, QUERIES>(words, n, head, work, segment), words.at += Parts::kWords), ...);
         return segment;
     }
-    __device__ AllOf(const Extents& n, const Segment& segment, int batch, int head) : AllOf(n, segment, batch, head, Words{n.mask}) {}
+    __device__ AllOf(const Extents& n, const Segment& segment, int batch, int head)
+        : AllOf(n, segment, batch, head, Words{n.mask}) {}
 
     __device__ Range keys_of(int q0, int q1) const {
         Range keys{0, segment.keys};
@@ -48,7 +49,9 @@ struct AllOf : Parts... {
         (queries.intersect(Parts::queries_of(k0, k1)), ...);
         return {min(queries.begin, queries.end), queries.end};
     }
-    __device__ bool any_visible(int q0, int q1, int k0, int k1) const { return (true && ... && Parts::any_visible(q0, q1, k0, k1)); }
+    __device__ bool any_visible(int q0, int q1, int k0, int k1) const {
+        return (true && ... && Parts::any_visible(q0, q1, k0, k1));
+    }
     __device__ bool full(int q0, int q1, int k0, int k1) const {
         return q1 <= segment.queries && k1 <= segment.keys && (true && ... && Parts::full(q0, q1, k0, k1));
     }
@@ -57,8 +60,8 @@ struct AllOf : Parts... {
         return (inside(q, k) & ... & Parts::visible(q, k));  // no branches: parts may be asked about pairs outside
     }
 
-    // What passes every part alone may still be hidden by all of them together, but not inside strips of 16: there a list
-    // says the same of all pairs, and of the others at most one knows queries from one another.
+    // What passes every part alone may still be hidden by all of them together, but not inside strips of 16: there a
+    // list says the same of all pairs, and of the others at most one knows queries from one another.
     __device__ bool key_seen(int q0, int q1, int k) const {
         const int strip = kListed ? 16 : q1 - q0;
 #pragma unroll 1

@@ -1,8 +1,8 @@
-// Row i sees key j where the pattern of the head lists their block. Kernels read the pattern as lists made for their tiles
-// (stationary rows x streamed rows): per row tile the column tiles to visit, ascending, with a bit for each subtile of 16 x 16,
-// number (row / 16) * (kColumns / 16) + column / 16; subtiles outside the problem have theirs set.
-// Words: the addresses of offsets (heads, row tiles + 1), of entries, and of work tiles (heads, as many as the grid has per
-// head), the longest first; then the number of heads, of the problem or 1.
+// Row i sees key j where the pattern of the head lists their block. Kernels read the pattern as lists made for their
+// tiles (stationary rows x streamed rows): per row tile the column tiles to visit, ascending, with a bit for each
+// subtile of 16 x 16, number (row / 16) * (kColumns / 16) + column / 16; subtiles outside the problem have theirs set.
+// Words: the addresses of offsets (heads, row tiles + 1), of entries, and of work tiles (heads, as many as the grid has
+// per head), the longest first; then the number of heads, of the problem or 1.
 #pragma once
 #include "masks/interface.cuh"
 #include "common/search.cuh"
@@ -11,7 +11,8 @@ struct Blocks : Part {
     static constexpr int kWords = 4;
     static constexpr bool kSparse = true, kListed = true;
     static constexpr int kAcross = kColumns / 16, kDown = kRows / 16;
-    static_assert(kRows % 16 == 0 && kColumns % 16 == 0 && kAcross * kDown <= 64, "plan: 64 subtiles of 16 x 16 to a tile");
+    static_assert(kRows % 16 == 0 && kColumns % 16 == 0 && kAcross * kDown <= 64,
+                  "plan: 64 subtiles of 16 x 16 to a tile");
 
     const int* offsets;
     const uint4* entries;  // tile, 0, bits
@@ -29,13 +30,16 @@ struct Blocks : Part {
     __device__ Blocks(Words& words, const Extents& n, const Segment&, int, int head)
         : offsets(words.pointer<int>()), entries(words.pointer<uint4>()), first_row(0), first_column(0), bits(0) {
         words.at += 1;
-        offsets += static_cast<i64>(words.number() == 1 ? 0 : head) * (ceil_div(kRowsAreQueries ? n.queries : n.keys, kRows) + 1);
+        offsets += static_cast<i64>(words.number() == 1 ? 0 : head) *
+                   (ceil_div(kRowsAreQueries ? n.queries : n.keys, kRows) + 1);
     }
 
     __device__ Range steps_of(int row, Range tiles) const {
         const int first = offsets[row / kRows], count = offsets[row / kRows + 1] - first;
         const auto before = [this, first, count](int tile) {
-            return first + last_where(count, [this, first, tile](int i) { return i == 0 || static_cast<int>(entries[first + i - 1].x) < tile; });
+            return first + last_where(count, [this, first, tile](int i) {
+                       return i == 0 || static_cast<int>(entries[first + i - 1].x) < tile;
+                   });
         };
         return {before(tiles.begin), before(tiles.end)};
     }
@@ -57,7 +61,8 @@ struct Blocks : Part {
     }
     // The bits of the subtiles that the intervals meet.
     __device__ u64 subtiles_of(int q0, int q1, int k0, int k1) const {
-        const Range rows = kRowsAreQueries ? Range{q0, q1} : Range{k0, k1}, columns = kRowsAreQueries ? Range{k0, k1} : Range{q0, q1};
+        const Range rows = kRowsAreQueries ? Range{q0, q1} : Range{k0, k1},
+                    columns = kRowsAreQueries ? Range{k0, k1} : Range{q0, q1};
         const int i0 = (rows.begin - first_row) / 16, i1 = min(ceil_div(rows.end - first_row, 16), kDown);
         const int j0 = (columns.begin - first_column) / 16, j1 = min(ceil_div(columns.end - first_column, 16), kAcross);
         return every_row() * (ones(j1) & ~ones(j0)) & ones(i1 * kAcross) & ~ones(i0 * kAcross);

@@ -6,7 +6,8 @@ struct Causal : Part {
     static constexpr int kWords = 1;
     static constexpr bool kKnowsQueries = true;
     int offset;  // the host keeps it within [-M, N], which changes no result
-    __device__ Causal(Words& words, const Extents&, const Segment& segment, int, int) : offset(words.number() + segment.diagonal) {}
+    __device__ Causal(Words& words, const Extents&, const Segment& segment, int, int)
+        : offset(words.number() + segment.diagonal) {}
     __device__ Range keys_of(int, int q1) const { return {0, q1 + offset}; }
     __device__ Range queries_of(int k0, int) const { return {k0 - offset, kNoLimit}; }
     __device__ bool full(int q0, int, int, int k1) const { return k1 <= q0 + offset + 1; }

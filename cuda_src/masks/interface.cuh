@@ -1,9 +1,9 @@
-// What a part of a mask must offer, as a struct of its own header that derives from `Part`, whose defaults hide nothing.
-// masks/all.cuh joins the parts of a problem to `struct Mask`, which is what kernels know:
+// What a part of a mask must offer, as a struct of its own header that derives from `Part`, whose defaults hide
+// nothing. masks/all.cuh joins the parts of a problem to `struct Mask`, which is what kernels know:
 //
-//   locate<ROWS, QUERIES>(words, n, head, work, segment)   what the sequence of tile `work.tile` owns, where tiles are ROWS
+//   locate<ROWS, QUERIES>(words, n, head, work, segment)   what the sequence of tile `work.tile` owns, tiles being ROWS
 //                                              queries or keys; `tile` becomes the tile inside it
-//   Mask(n, segment, batch, head)              reads its words from n.mask, in the registry's order; `head` is a query head
+//   Mask(n, segment, batch, head)              reads its words from n.mask, in the registry's order; `head` of queries
 //   Range keys_of(int q0, int q1)              smallest interval of keys that any row of [q0, q1) may see
 //   Range queries_of(int k0, int k1)           smallest interval of rows that may see any key of [k0, k1)
 //   bool any_visible(q0, q1, k0, k1)           false: the intervals name this tile, and still nothing of it is visible
@@ -20,8 +20,8 @@
 //   kListed   the tiles to visit stand in a list; which work tile a block has follows from one too
 //   kKnowsQueries   rows of one strip of 16 see other keys
 //
-// Kernels visit the tiles that the intervals, the list and `any_visible` leave, test `visible` only on tiles that are not full,
-// and fill operand rows that are not seen with zeros, so whatever such memory holds never enters a product.
+// Kernels visit the tiles that the intervals, the list and `any_visible` leave, test `visible` only on tiles that are
+// not full, and fill operand rows that are not seen with zeros, so whatever such memory holds never enters a product.
 #pragma once
 #include "common/args.cuh"
 #include "common/config.cuh"
@@ -35,8 +35,8 @@ struct Segment {
     int sequence;
 };
 
-// A tile of stationary rows, and which tiles a block streams past it: all, or one of the splits of a long list. Their sums lie
-// in as many slots of a workspace, of which the first is `partial_slot`.
+// A tile of stationary rows, and which tiles a block streams past it: all, or one of the splits of a long list. Their
+// sums lie in as many slots of a workspace, of which the first is `partial_slot`.
 struct WorkTile {
     int tile;
     int list_split, list_splits;  // 0 splits: nothing to do
@@ -50,7 +50,9 @@ struct Words {
     __device__ i64 next() { return *at++; }
     __device__ int number() { return static_cast<int>(next()); }
     template <class T>
-    __device__ const T* pointer() { return reinterpret_cast<const T*>(next()); }
+    __device__ const T* pointer() {
+        return reinterpret_cast<const T*>(next());
+    }
 };
 
 // A step of a list: a tile of streamed rows, and which of its subtiles of 16 x 16 are visible.
@@ -69,7 +71,8 @@ struct Part {
     __device__ static bool any_visible(int, int, int, int) { return true; }
     __device__ static bool full(int, int, int, int) { return true; }
     __device__ static bool visible(int, int) { return true; }
-    // Of listed parts only: which entries of the list are tiles of `tiles`; one of them; what is known where the cursor is.
+    // Of listed parts only: which entries of the list are tiles of `tiles`; one of them; what is known where the cursor
+    // is.
     __device__ static Range steps_of(int, Range tiles) { return tiles; }
     __device__ static TileEntry entry(int step) { return {step, 0}; }
     __device__ static void enter(int, int, u64) {}

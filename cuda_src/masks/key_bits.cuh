@@ -1,5 +1,5 @@
-// Key j of batch entry b is there where its bit is set. Words: the address of the bits, 32 keys to a word, whole words per
-// entry; kernels/key_bits.cu packs them.
+// Key j of batch entry b is there where its bit is set. Words: the address of the bits, 32 keys to a word, whole words
+// per entry; kernels/key_bits.cu packs them.
 #pragma once
 #include "common/sizes.cuh"
 #include "masks/interface.cuh"

@@ -1,7 +1,7 @@
 // Sequences lie one after the other: s owns the rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees the keys that
-// cu_seqlens_k says. What comes after the last one is a sequence too, with nothing on the other side. A grid has room for
-// the tiles of any lengths: sequence s starts with tile start / ROWS + s.
-// Words: whether an offset of the diagonal was given (else each sequence ends at its own corner), both addresses, int32.
+// cu_seqlens_k says. What comes after the last one is a sequence too, with nothing on the other side. A grid has room
+// for the tiles of any lengths: sequence s starts with tile start / ROWS + s. Words: whether an offset of the diagonal
+// was given (else each sequence ends at its own corner), both addresses, int32.
 #pragma once
 #include "masks/interface.cuh"
 #include "common/search.cuh"
@@ -26,7 +26,8 @@ struct Packed : Part {
         const int total = QUERIES ? n.queries : n.keys, wanted = work.tile;
         const auto start = [mine, total](int s) { return max(0, min(mine[s], total)) / ROWS + s; };
         const int s = last_where(n.sequences, [start, wanted](int i) { return start(i) <= wanted; });
-        const Range q = span(queries, s, n.sequences, n.queries, QUERIES), k = span(keys, s, n.sequences, n.keys, !QUERIES);
+        const Range q = span(queries, s, n.sequences, n.queries, QUERIES),
+                    k = span(keys, s, n.sequences, n.keys, !QUERIES);
         segment = {q.end - q.begin, k.end - k.begin, q.begin, k.begin, 0, s};
         if (!offset_given) segment.diagonal = segment.keys - segment.queries;
         work.tile = max(0, wanted - start(s));

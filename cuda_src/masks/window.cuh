@@ -1,4 +1,5 @@
-// Row i sees the keys i + q_offset - left <= j <= i + q_offset + right. Words: left, right (negative: unlimited), q_offset.
+// Row i sees the keys i + q_offset - left <= j <= i + q_offset + right. Words: left, right (negative: unlimited),
+// q_offset.
 #pragma once
 #include "masks/interface.cuh"
 
@@ -16,6 +17,9 @@ struct Window : Part {
     __device__ Range keys_of(int q0, int q1) const { return {q0 + low, q1 + high}; }
     __device__ Range queries_of(int k0, int k1) const { return {k0 - high, k1 - low}; }
     __device__ bool full(int q0, int q1, int k0, int k1) const { return q1 + low <= k0 + 1 && k1 <= q0 + high + 1; }
-    // One comparison, and of a difference, so that neighbouring pairs differ by a constant. Where high < low no tile is visited.
-    __device__ bool visible(int q, int k) const { return static_cast<u32>(k - q - low) <= static_cast<u32>(high - low); }
+    // One comparison, and of a difference, so that neighbouring pairs differ by a constant. Where high < low no tile is
+    // visited.
+    __device__ bool visible(int q, int k) const {
+        return static_cast<u32>(k - q - low) <= static_cast<u32>(high - low);
+    }
 };

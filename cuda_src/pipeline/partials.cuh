@@ -1,5 +1,6 @@
-// Long lists are split between blocks (WorkTile). Each split leaves its sums in memory, and whichever comes last adds those of
-// all, in their order, so that the result does not depend on who came last. Warps own their rows, so each does this on its own:
+// Long lists are split between blocks (WorkTile). Each split leaves its sums in memory, and whichever comes last adds
+// those of all, in their order, so that the result does not depend on who came last. Warps own their rows, so each does
+// this on its own:
 //
 //   arrivals   [slot][warp] int, zero before the launch; a tile uses the slot of its first split
 //   sums       [slot][four floats of every thread, one after the other]
@@ -20,11 +21,12 @@ __device__ inline bool limit_list_splits(WorkTile& work, const GradientArgs& arg
     return work.list_splits > 0;
 }
 
-// Adds up what the splits of a tile have; `pair` counts the block's batch entry and head. True for the warp that has the total
-// then, and nobody else.
+// Adds up what the splits of a tile have; `pair` counts the block's batch entry and head. True for the warp that has
+// the total then, and nobody else.
 template <int TILES>
 __device__ inline bool add_partials(float (&out)[TILES][4], const WorkTile& work, int pair, const GradientArgs& args) {
-    static_assert(SharedLists::kSums == 4 * TILES * kThreads && SharedLists::kArrivals == kWarps, "plan: what a slot holds");
+    static_assert(SharedLists::kSums == 4 * TILES * kThreads && SharedLists::kArrivals == kWarps,
+                  "plan: what a slot holds");
     const i64 first = static_cast<i64>(pair) * args.partial_slots + work.partial_slot;
     float4* const sums = reinterpret_cast<float4*>(args.partial_sums) + first * (TILES * kThreads) + threadIdx.x;
     float4* const mine = sums + static_cast<i64>(work.list_split) * (TILES * kThreads);
@@ -33,7 +35,8 @@ __device__ inline bool add_partials(float (&out)[TILES][4], const WorkTile& work
     __threadfence();
     __syncwarp();
     int before = 0;
-    if (lane_id() == 0) before = atomicAdd(reinterpret_cast<int*>(args.partial_arrivals) + first * kWarps + threadIdx.x / 32, 1);
+    if (lane_id() == 0)
+        before = atomicAdd(reinterpret_cast<int*>(args.partial_arrivals) + first * kWarps + threadIdx.x / 32, 1);
     if (__shfl_sync(~0u, before, 0) < work.list_splits - 1) return false;
     __threadfence();
 #pragma unroll

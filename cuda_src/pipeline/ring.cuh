@@ -16,8 +16,9 @@ struct RingCursor {
     }
 };
 
-// A ring of kStages tiles that all threads of a block fill by cp.async and use together. `fetch(i)` has tile i on its way into
-// buffer i % kStages while `more()` holds; groups are committed where nothing is fetched too, so that they count tiles.
+// A ring of kStages tiles that all threads of a block fill by cp.async and use together. `fetch(i)` has tile i on its
+// way into buffer i % kStages while `more()` holds; groups are committed where nothing is fetched too, so that they
+// count tiles.
 template <class Fetch>
 __device__ inline void fill_ring(Fetch& fetch) {
 #pragma unroll
@@ -27,8 +28,9 @@ __device__ inline void fill_ring(Fetch& fetch) {
     }
 }
 
-// Has tile i there for all threads, and one more on its way; `arrived` may touch what this thread has fetched of tile i before.
-// The one __syncthreads says both that tile i is there and that everybody is done with the buffer that is filled next.
+// Has tile i there for all threads, and one more on its way; `arrived` may touch what this thread has fetched of tile i
+// before. The one __syncthreads says both that tile i is there and that everybody is done with the buffer that is
+// filled next.
 template <class Fetch, class Arrived>
 __device__ inline void advance_ring(int i, Fetch& fetch, const Arrived& arrived) {
     if constexpr (kStages == 1) {

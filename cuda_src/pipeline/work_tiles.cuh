@@ -1,6 +1,7 @@
-// Persistent blocks. Each takes work tiles from a common counter until there are none, and its producer warp looks ahead: while
-// the others are still at one work tile it finds the next, and has its stationary rows on their way as soon as the last ones are
-// done with, then the streamed ones. What it found it writes to shared memory, a work item at a time.
+// Persistent blocks. Each takes work tiles from a common counter until there are none, and its producer warp looks
+// ahead: while the others are still at one work tile it finds the next, and has its stationary rows on their way as
+// soon as the last ones are done with, then the streamed ones. What it found it writes to shared memory, a work item at
+// a time.
 //
 //   barrier    arrivals                        waited for by
 //   known[i]   1                               everybody but the producer: item i is written
@@ -15,11 +16,11 @@
 struct WorkItem {
     Block block;
     Segment segment;
-    int head;         // negative: no more work items
-    Range steps;      // of the walk
-    float scale;       // what narrow types' weights are multiplied by, all over the work tile
-    int first, last;  // of the work tile
-    int comes, goes;  // the score side's stationary rows: new ones with this item, others after it
+    int head;                       // negative: no more work items
+    Range steps;                    // of the walk
+    float scale;                    // what narrow types' weights are multiplied by, all over the work tile
+    int first, last;                // of the work tile
+    int comes, goes;                // the score side's stationary rows: new ones with this item, others after it
     u32 grad_parity, score_parity;  // of the barriers that say that both sides' rows have come
 };
 
@@ -66,8 +67,8 @@ struct WorkItemRing {
     }
 };
 
-// The number of a work tile that no block has taken yet; blocks begin with the one of their own number. A whole warp. Unsigned:
-// work tiles count to 2^31 - 1, and each block asks once more after the last of them.
+// The number of a work tile that no block has taken yet; blocks begin with the one of their own number. A whole warp.
+// Unsigned: work tiles count to 2^31 - 1, and each block asks once more after the last of them.
 __device__ inline u32 take_work_tile(u32* taken) {
     u32 before = 0;
     if (lane_id() == 0) before = atomicAdd(taken, 1u);

@@ -1,19 +1,21 @@
-// Bulk copies of contiguous bytes (sm_90): addresses on 16-byte boundaries, sizes in multiples of 16. One thread issues.
+// Bulk copies of contiguous bytes (sm_90): addresses on 16-byte boundaries, sizes in multiples of 16. One thread
+// issues.
 #pragma once
 #include "common/types.cuh"
 
 // Global to shared memory; an mbarrier counts the bytes.
 __device__ inline void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-                 "l"(global), "r"(bytes), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
-// Adds floats of shared memory to floats of global memory, each addition atomic, in no fixed order. Part of the thread's
-// current group.
+// Adds floats of shared memory to floats of global memory, each addition atomic, in no fixed order. Part of the
+// thread's current group.
 __device__ inline void bulk_add(float* global, u32 shared, u32 bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
-                 "r"(bytes)
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+                 "r"(shared), "r"(bytes)
                  : "memory");
 }
 

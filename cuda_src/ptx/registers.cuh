@@ -1,5 +1,5 @@
-// Moving registers between warpgroups (sm_90a): each role of a kernel takes what it needs at its start. Every warp of the
-// warpgroup executes it, first thing in its branch; the kernel must be compiled for one block per multiprocessor.
+// Moving registers between warpgroups (sm_90a): each role of a kernel takes what it needs at its start. Every warp of
+// the warpgroup executes it, first thing in its branch; the kernel must be compiled for one block per multiprocessor.
 #pragma once
 
 template <int COUNT>

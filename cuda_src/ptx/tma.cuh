@@ -1,4 +1,5 @@
-// Bulk copies by the tensor memory accelerator (sm_90). One thread issues; an mbarrier in shared memory counts the bytes.
+// Bulk copies by the tensor memory accelerator (sm_90). One thread issues; an mbarrier in shared memory counts the
+// bytes.
 #pragma once
 #include "common/types.cuh"
 
@@ -6,11 +7,13 @@ __device__ inline void tma_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// One box of a rank-4 map at (column, row, head, batch); what lies outside the array arrives as zeros and counts as bytes.
-__device__ inline void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int row, int head, int batch) {
+// One box of a rank-4 map at (column, row, head, batch); what lies outside the array arrives as zeros and counts as
+// bytes.
+__device__ inline void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int row, int head,
+                                int batch) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-            shared),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6}], [%2];" ::"r"(shared),
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
         : "memory");
 }

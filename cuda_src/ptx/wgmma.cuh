@@ -1,4 +1,5 @@
-// Warpgroup matrix products (sm_90a): 128 threads of one warpgroup together multiply tiles in shared memory. Asynchronous:
+// Warpgroup matrix products (sm_90a): 128 threads of one warpgroup together multiply tiles in shared memory.
+// Asynchronous:
 //
 //   wgmma_fence     before the first product, and whenever its registers were touched since
 //   products        issued in order; accumulators and operands must be left alone until waited for
@@ -24,15 +25,16 @@ __device__ inline void fence_accumulators(float (&d)[TILES][4]) {
 }
 
 // A matrix descriptor for tiles of 128-byte rows (64 elements) in the 128-byte swizzle, 1024-byte aligned; rows are
-// grouped by eight. Used along the row it is K-major; used across the rows (transposed) `chunk` is the distance in bytes
-// between neighbouring 64-wide chunks. Adding bytes >> 4 to the descriptor moves its start.
+// grouped by eight. Used along the row it is K-major; used across the rows (transposed) `chunk` is the distance in
+// bytes between neighbouring 64-wide chunks. Adding bytes >> 4 to the descriptor moves its start.
 __device__ inline u64 swizzled_descriptor(u32 shared, u32 chunk = 16) {
     constexpr u64 eight_rows = 1024 >> 4, swizzle_128 = 1;
-    return static_cast<u64>((shared & 0x3ffff) >> 4) | static_cast<u64>(chunk >> 4) << 16 | eight_rows << 32 | swizzle_128 << 62;
+    return static_cast<u64>((shared & 0x3ffff) >> 4) | static_cast<u64>(chunk >> 4) << 16 | eight_rows << 32 |
+           swizzle_128 << 62;
 }
 
-// Texts of the wrappers below. REGISTERS names the accumulators of so many 8-column tiles, OUTPUTS hands them over; operands
-// are numbered after them, which no preprocessor can compute, so each size states its own.
+// Texts of the wrappers below. REGISTERS names the accumulators of so many 8-column tiles, OUTPUTS hands them over;
+// operands are numbered after them, which no preprocessor can compute, so each size states its own.
 #define SKL_REGISTERS_2 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SKL_OUTPUT(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define SKL_OUTPUTS_2 SKL_OUTPUT(0), SKL_OUTPUT(1)
@@ -53,30 +55,33 @@ __device__ inline u64 swizzled_descriptor(u32 shared, u32 chunk = 16) {
 
 #define SKL_REGISTER_A(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 
-#define SKL_WGMMA_ASM(TYPE, TILES, N, KEEP, A, B, TAIL, ...) \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " KEEP ", 0;\n" \
-                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" SKL_REGISTERS_##TILES "}, " A ", " B \
-                 ", keep, 1, 1, " TAIL ";\n}" \
-                 : SKL_OUTPUTS_##TILES \
+#define SKL_WGMMA_ASM(TYPE, TILES, N, KEEP, A, B, TAIL, ...)                                               \
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " KEEP                                            \
+                 ", 0;\n"                                                                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" SKL_REGISTERS_##TILES \
+                 "}, " A ", " B ", keep, 1, 1, " TAIL ";\n}"                                               \
+                 : SKL_OUTPUTS_##TILES                                                                     \
                  : "r"(keep), "l"(b), __VA_ARGS__)
 
-// wgmma(d, a, b, keep): d (64 x 8 TILES, fp32; the accumulator layout of fragment.cuh) = a (64 x 16) * b (16 x 8 TILES), plus
-// d where `keep` is set. Both operands in shared memory, or a in registers as accumulators_to_a packs it. TRANS_A, TRANS_B
-// say that the operand's rows run along the depth of the product.
-#define SKL_WGMMA(TILES, N, KEEP, B, X0, X1, X2, X3, X4) \
-    template <bool HALF, int TRANS_A, int TRANS_B> \
-    __device__ inline void wgmma(float (&d)[TILES][4], u64 a, u64 b, int keep) { \
-        if constexpr (HALF) \
-            SKL_WGMMA_ASM("f16", TILES, N, KEEP, X0, B, X1 ", " X2, "l"(a), "n"(TRANS_A), "n"(TRANS_B)); \
-        else \
-            SKL_WGMMA_ASM("bf16", TILES, N, KEEP, X0, B, X1 ", " X2, "l"(a), "n"(TRANS_A), "n"(TRANS_B)); \
-    } \
-    template <bool HALF, int TRANS_B> \
-    __device__ inline void wgmma(float (&d)[TILES][4], const u32 (&a)[4], u64 b, int keep) { \
-        if constexpr (HALF) \
-            SKL_WGMMA_ASM("f16", TILES, N, KEEP, "{" X0 ", " X1 ", " X2 ", " X3 "}", B, X4, SKL_REGISTER_A(a), "n"(TRANS_B)); \
-        else \
-            SKL_WGMMA_ASM("bf16", TILES, N, KEEP, "{" X0 ", " X1 ", " X2 ", " X3 "}", B, X4, SKL_REGISTER_A(a), "n"(TRANS_B)); \
+// wgmma(d, a, b, keep): d (64 x 8 TILES, fp32; the accumulator layout of fragment.cuh) = a (64 x 16) * b (16 x 8
+// TILES), plus d where `keep` is set. Both operands in shared memory, or a in registers as accumulators_to_a packs it.
+// TRANS_A, TRANS_B say that the operand's rows run along the depth of the product.
+#define SKL_WGMMA(TILES, N, KEEP, B, X0, X1, X2, X3, X4)                                                        \
+    template <bool HALF, int TRANS_A, int TRANS_B>                                                              \
+    __device__ inline void wgmma(float (&d)[TILES][4], u64 a, u64 b, int keep) {                                \
+        if constexpr (HALF)                                                                                     \
+            SKL_WGMMA_ASM("f16", TILES, N, KEEP, X0, B, X1 ", " X2, "l"(a), "n"(TRANS_A), "n"(TRANS_B));        \
+        else                                                                                                    \
+            SKL_WGMMA_ASM("bf16", TILES, N, KEEP, X0, B, X1 ", " X2, "l"(a), "n"(TRANS_A), "n"(TRANS_B));       \
+    }                                                                                                           \
+    template <bool HALF, int TRANS_B>                                                                           \
+    __device__ inline void wgmma(float (&d)[TILES][4], const u32(&a)[4], u64 b, int keep) {                     \
+        if constexpr (HALF)                                                                                     \
+            SKL_WGMMA_ASM("f16", TILES, N, KEEP, "{" X0 ", " X1 ", " X2 ", " X3 "}", B, X4, SKL_REGISTER_A(a),  \
+                          "n"(TRANS_B));                                                                        \
+        else                                                                                                    \
+            SKL_WGMMA_ASM("bf16", TILES, N, KEEP, "{" X0 ", " X1 ", " X2 ", " X3 "}", B, X4, SKL_REGISTER_A(a), \
+                          "n"(TRANS_B));                                                                        \
     }
 
 SKL_WGMMA(2, "16", "%8", "%9", "%10", "%11", "%12", "%13", "%14")

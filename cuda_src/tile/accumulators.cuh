@@ -1,5 +1,6 @@
-// Where the accumulators of a matrix product lie, which nobody else need know. mma.sync and wgmma agree: of 16 rows x 8 columns
-// a lane holds four elements, 0 and 1 beside each other in row lane / 4, 2 and 3 in row lane / 4 + 8. Four lanes share a row.
+// Where the accumulators of a matrix product lie, which nobody else need know. mma.sync and wgmma agree: of 16 rows x 8
+// columns a lane holds four elements, 0 and 1 beside each other in row lane / 4, 2 and 3 in row lane / 4 + 8. Four
+// lanes share a row.
 #pragma once
 
 __device__ inline int lane_id() { return threadIdx.x & 31; }

@@ -5,13 +5,15 @@
 #include "tile/element.cuh"
 #include "tile/fragment.cuh"
 
-// Clears the rows of a tile [chunks][ROWS][64] that hold an infinity or a NaN. A pair that sees such a row has NaN for a
-// gradient of its logit whatever the row holds; for one that does not, 0 times the row must be 0. Called by the 128 threads
-// of a warpgroup that multiplies next; `barrier` is theirs. Whole rows are written, so the swizzle does not matter.
+// Clears the rows of a tile [chunks][ROWS][64] that hold an infinity or a NaN. A pair that sees such a row has NaN for
+// a gradient of its logit whatever the row holds; for one that does not, 0 times the row must be 0. Called by the 128
+// threads of a warpgroup that multiplies next; `barrier` is theirs. Whole rows are written, so the swizzle does not
+// matter.
 template <class E, int ROWS, int CHUNKS>
 __device__ inline void clear_non_finite(u32 tile, int barrier) {
     // An exponent of ones carries into the sign.
-    constexpr u32 exponent = E::kNarrowExponent ? 0x7c007c00u : 0x7f807f80u, one = E::kNarrowExponent ? 0x04000400u : 0x00800080u;
+    constexpr u32 exponent = E::kNarrowExponent ? 0x7c007c00u : 0x7f807f80u,
+                  one = E::kNarrowExponent ? 0x04000400u : 0x00800080u;
     const auto broken = [](float x) { return (__float_as_uint(x) & exponent) + one & 0x80008000u; };
     const int thread = threadIdx.x & 127;
     const float zeros[4] = {0.f, 0.f, 0.f, 0.f};

@@ -1,11 +1,12 @@
-// Keys that share a large part. Adding one vector to all keys changes no probability, but the vector is rounded with every
-// logit, and a query gradient gets it as often as the row's logit gradients fail to add up to 0. A block that owns queries
-// therefore looks at a few keys before it starts; where these lie close together, far from 0, every thread takes the vector
-// from the streamed keys that it has loaded itself, between their arrival and the barrier that shows them to others. A row's
-// logits then lack the product of its query and the vector, which is known and goes to its log-sum-exps.
+// Keys that share a large part. Adding one vector to all keys changes no probability, but the vector is rounded with
+// every logit, and a query gradient gets it as often as the row's logit gradients fail to add up to 0. A block that
+// owns queries therefore looks at a few keys before it starts; where these lie close together, far from 0, every thread
+// takes the vector from the streamed keys that it has loaded itself, between their arrival and the barrier that shows
+// them to others. A row's logits then lack the product of its query and the vector, which is known and goes to its
+// log-sum-exps.
 //
-// Only float32 keys: 16-bit ones have exact products, and sums of logit gradients that are rounded to 16 bits are off by more.
-// The kernel has included its mask before.
+// Only float32 keys: 16-bit ones have exact products, and sums of logit gradients that are rounded to 16 bits are off
+// by more. The kernel has included its mask before.
 #pragma once
 #include "ptx/thread.cuh"
 #include "tile/load.cuh"
@@ -13,15 +14,15 @@
 
 constexpr int kSampled = 8;
 
-// A few keys of those that any of the block's rows sees, at fractions i x the golden ratio of them, so that special keys at
-// equal distances are not more than a few of these. They are the same for all splits of a row tile's keys.
+// A few keys of those that any of the block's rows sees, at fractions i x the golden ratio of them, so that special
+// keys at equal distances are not more than a few of these. They are the same for all splits of a row tile's keys.
 struct KeySample {
     int key[kSampled];
     bool seen[kSampled];
     bool enough;
 
-    // `at` is at the first of all tiles, `keys` the interval that the rows see. Lists are known a tile at a time. Where a key
-    // is hidden, the lanes of a warp look for the next one that is not; every warp finds the same.
+    // `at` is at the first of all tiles, `keys` the interval that the rows see. Lists are known a tile at a time. Where
+    // a key is hidden, the lanes of a warp look for the next one that is not; every warp finds the same.
     __device__ KeySample(const Cursor<Mask>& at, Range keys) {
         if (Mask::kListed) keys.intersect({at.row(), at.row() + kColumns});
         const int count = keys.end - keys.begin;
@@ -32,7 +33,8 @@ struct KeySample {
             key[i] = keys.begin + __umulhi(i * 0x9E3779B9u, static_cast<u32>(max(count, 0)));
             if constexpr (Mask::kSparse) {
                 const int next = key[i] + lane_id();
-                const u32 visible = __ballot_sync(~0u, enough && next < keys.end && at.streamed_seen(at.rows.begin, at.rows.end, next));
+                const u32 visible =
+                    __ballot_sync(~0u, enough && next < keys.end && at.streamed_seen(at.rows.begin, at.rows.end, next));
                 seen[i] = visible != 0;
                 if (seen[i]) key[i] += __ffs(visible) - 1;
             } else {
@@ -44,18 +46,20 @@ struct KeySample {
     }
 };
 
-// What the keys of one side, in tiles T and with score S, have in common: nothing, unless it does the same to all logits.
+// What the keys of one side, in tiles T and with score S, have in common: nothing, unless it does the same to all
+// logits.
 template <class T, class S>
 struct CommonPart {
     static constexpr bool kPossible = kRowsAreQueries && T::kCode == kF32;
     static constexpr int kBytes = kPossible ? T::kDepth * 4 + 16 : 0;
-    u32 vector;  // shared memory, kBytes: the vector, then whether there is one; in registers both would cost the main loop
+    // Shared memory, kBytes: the vector, then whether there is one; in registers both would cost the main loop.
+    u32 vector;
 
     __device__ bool large() const { return shared_float(vector + 4 * T::kDepth) != 0.f; }
 
-    // All threads; a barrier must follow. The median of the sample is taken where it is longer than the distance between the
-    // second smallest and the second largest: one or two outliers decide nothing, and more of them leave the keys as they are.
-    // Every warp computes the same.
+    // All threads; a barrier must follow. The median of the sample is taken where it is longer than the distance
+    // between the second smallest and the second largest: one or two outliers decide nothing, and more of them leave
+    // the keys as they are. Every warp computes the same.
     __device__ void find(const HeadView& keys, const KeySample& sample) {
         if constexpr (kPossible) {
             float length = 0.f, spread = 0.f;
@@ -64,7 +68,8 @@ struct CommonPart {
                 float x[kSampled];
 #pragma unroll
                 for (int i = 0; i < kSampled; ++i) {
-                    const float* const from = reinterpret_cast<const float*>(keys.base + sample.key[i] * keys.row + d * keys.column);
+                    const float* const from =
+                        reinterpret_cast<const float*>(keys.base + sample.key[i] * keys.row + d * keys.column);
                     x[i] = d >= T::kHeadDim ? 0.f : sample.seen[i] ? *from : not_a_number();
                 }
                 // In order; a NaN gives way to what it is compared with.
@@ -125,5 +130,7 @@ struct CommonPart {
     }
 
 private:
-    __device__ void store(int d, float x) const { *reinterpret_cast<float*>(__cvta_shared_to_generic(vector + 4 * d)) = x; }
+    __device__ void store(int d, float x) const {
+        *reinterpret_cast<float*>(__cvta_shared_to_generic(vector + 4 * d)) = x;
+    }
 };

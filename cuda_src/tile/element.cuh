@@ -16,8 +16,12 @@ struct Element<kBf16> {
     static constexpr bool kNarrowExponent = false;
     __device__ static void split(float lo, float hi, u32 (&planes)[1]) { planes[0] = pack_bf16(lo, hi); }
     __device__ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(d, a, b0, b1); }
-    __device__ static void store(u64 address, float x) { *reinterpret_cast<u16*>(address) = static_cast<u16>(pack_bf16(x, 0.f)); }
-    __device__ static void store_pair(u64 address, float x, float y) { *reinterpret_cast<u32*>(address) = pack_bf16(x, y); }
+    __device__ static void store(u64 address, float x) {
+        *reinterpret_cast<u16*>(address) = static_cast<u16>(pack_bf16(x, 0.f));
+    }
+    __device__ static void store_pair(u64 address, float x, float y) {
+        *reinterpret_cast<u32*>(address) = pack_bf16(x, y);
+    }
 };
 
 template <>
@@ -27,8 +31,12 @@ struct Element<kF16> {
     static constexpr bool kNarrowExponent = true;  // 2^-24 to 65504: gradients of scores must be scaled into it
     __device__ static void split(float lo, float hi, u32 (&planes)[1]) { planes[0] = pack_f16(lo, hi); }
     __device__ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(d, a, b0, b1); }
-    __device__ static void store(u64 address, float x) { *reinterpret_cast<u16*>(address) = static_cast<u16>(pack_f16(x, 0.f)); }
-    __device__ static void store_pair(u64 address, float x, float y) { *reinterpret_cast<u32*>(address) = pack_f16(x, y); }
+    __device__ static void store(u64 address, float x) {
+        *reinterpret_cast<u16*>(address) = static_cast<u16>(pack_f16(x, 0.f));
+    }
+    __device__ static void store_pair(u64 address, float x, float y) {
+        *reinterpret_cast<u32*>(address) = pack_f16(x, y);
+    }
 };
 
 template <>
@@ -47,5 +55,7 @@ struct Element<kF32> {
     }
     __device__ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(d, a, b0, b1); }
     __device__ static void store(u64 address, float x) { *reinterpret_cast<float*>(address) = x; }
-    __device__ static void store_pair(u64 address, float x, float y) { *reinterpret_cast<float2*>(address) = make_float2(x, y); }
+    __device__ static void store_pair(u64 address, float x, float y) {
+        *reinterpret_cast<float2*>(address) = make_float2(x, y);
+    }
 };

@@ -1,7 +1,8 @@
 // Matrix fragments of one warp, and the tile in shared memory they come from.
 //
-// Accumulators lie as accumulators.cuh says. SwizzledTile A (16x16): registers 0..3 = (rows 0-7, depth 0-7), (rows 8-15, depth 0-7), (rows 0-7, depth 8-15), (rows 8-15,
-// depth 8-15), so two neighbouring accumulators are one A fragment: products chain without leaving the registers.
+// Accumulators lie as accumulators.cuh says. SwizzledTile A (16x16): registers 0..3 = (rows 0-7, depth 0-7), (rows
+// 8-15, depth 0-7), (rows 0-7, depth 8-15), (rows 8-15, depth 8-15), so two neighbouring accumulators are one A
+// fragment: products chain without leaving the registers.
 #pragma once
 #include "tile/accumulators.cuh"
 #include "tile/element.cuh"
@@ -12,8 +13,8 @@ template <int CODE, int DIM>
 struct Tile {
     using E = Element<CODE>;
     static constexpr int kCode = CODE;
-    static constexpr int kHeadDim = DIM;                  // as the caller has it
-    static constexpr int kDepth = round_up(DIM, 16);      // as the matrix unit needs it; the rest is zero
+    static constexpr int kHeadDim = DIM;                    // as the caller has it
+    static constexpr int kDepth = round_up(DIM, 16);        // as the matrix unit needs it; the rest is zero
     static constexpr int kPitch = kDepth * E::kBytes + 16;  // bytes
     static constexpr int bytes(int rows) { return rows * kPitch; }
     u32 base;  // shared-memory address
@@ -38,7 +39,9 @@ __device__ inline float2 shared_float2(u32 address) {
 __device__ inline float4 shared_float4(u32 address) {
     return *reinterpret_cast<const float4*>(__cvta_shared_to_generic(address));
 }
-__device__ inline float shared_float(u32 address) { return *reinterpret_cast<const float*>(__cvta_shared_to_generic(address)); }
+__device__ inline float shared_float(u32 address) {
+    return *reinterpret_cast<const float*>(__cvta_shared_to_generic(address));
+}
 
 // Rows row..row+15, depth k..k+15 as operand A.
 template <class T>
@@ -49,7 +52,8 @@ __device__ inline void load_a(FragmentA<T::kCode>& a, T tile, int row, int k) {
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float2 x = shared_float2(tile.address(row + lane / 4 + (i & 1) * 8, k + (i >> 1) * 8 + (lane & 3) * 2));
+            const float2 x =
+                shared_float2(tile.address(row + lane / 4 + (i & 1) * 8, k + (i >> 1) * 8 + (lane & 3) * 2));
             u32 planes[T::E::kPlanes];
             T::E::split(x.x, x.y, planes);
 #pragma unroll
@@ -76,7 +80,8 @@ __device__ inline void load_b2(FragmentB2<T::kCode>& b, T tile, int n, int k) {
     }
 }
 
-// Head-dim columns d..d+15 of the tile as two operands B whose depth is the rows k..k+15: score gradients times the tile.
+// Head-dim columns d..d+15 of the tile as two operands B whose depth is the rows k..k+15: score gradients times the
+// tile.
 template <class T>
 __device__ inline void load_b2_transposed(FragmentB2<T::kCode>& b, T tile, int k, int d) {
     const int lane = lane_id();
@@ -107,7 +112,8 @@ __device__ inline void multiply_rest(float (&d)[4], const FragmentA<CODE>& a, co
 #pragma unroll
     for (int order = E::kPlanes - 1; order > 0; --order) {
 #pragma unroll
-        for (int i = 0; i <= order; ++i) E::multiply(d, a.r[i], b.r[order - i][2 * which], b.r[order - i][2 * which + 1]);
+        for (int i = 0; i <= order; ++i)
+            E::multiply(d, a.r[i], b.r[order - i][2 * which], b.r[order - i][2 * which + 1]);
     }
 }
 
@@ -123,7 +129,7 @@ template <int CODE>
 __device__ inline void accumulators_to_a(FragmentA<CODE>& a, const float (&left)[4], const float (&right)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float(&x)[4] = i < 2 ? left : right;
+        const float (&x)[4] = i < 2 ? left : right;
         u32 planes[Element<CODE>::kPlanes];
         Element<CODE>::split(x[2 * (i & 1)], x[2 * (i & 1) + 1], planes);
 #pragma unroll

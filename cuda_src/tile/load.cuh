@@ -17,8 +17,8 @@ __device__ inline HeadView head_view(const Tensor4& x, int b, int h, int first) 
     return {x.pointer + (b * x.batch + h * x.head + first * x.row) * bytes, x.row * bytes, x.column * bytes};
 }
 
-// One 16-byte chunk of `count` elements that lie `stride` bytes apart, the rest zero. A word at a time: this is the path
-// of last resort, and in flight loads would cost the main loop its registers.
+// One 16-byte chunk of `count` elements that lie `stride` bytes apart, the rest zero. A word at a time: this is the
+// path of last resort, and in flight loads would cost the main loop its registers.
 template <class T>
 __device__ inline void gather_chunk(u32 shared, u64 source, i64 stride, int count) {
     u32* const words = reinterpret_cast<u32*>(__cvta_shared_to_generic(shared));
@@ -47,11 +47,13 @@ __device__ constexpr Grid grid_of() {
     return {chunks, across, kThreads / across};
 }
 
-// ROWS rows from first on; rows outside `valid`, and those that are not `wanted`, become zeros and are not read. With VECTOR the input's columns are
-// adjacent and its rows start on 16-byte boundaries: asynchronous 16-byte copies, part of the thread's current group.
-// Otherwise plain element loads, complete when the function returns. A barrier must follow before the tile is read.
+// ROWS rows from first on; rows outside `valid`, and those that are not `wanted`, become zeros and are not read. With
+// VECTOR the input's columns are adjacent and its rows start on 16-byte boundaries: asynchronous 16-byte copies, part
+// of the thread's current group. Otherwise plain element loads, complete when the function returns. A barrier must
+// follow before the tile is read.
 //
-// As each thread keeps its column, one 64-bit product per tile finds its first source, and additions find the rest. The trip counts are constants, and up to AT_ONCE rows of a thread are unrolled.
+// As each thread keeps its column, one 64-bit product per tile finds its first source, and additions find the rest. The
+// trip counts are constants, and up to AT_ONCE rows of a thread are unrolled.
 template <int ROWS, bool VECTOR, int AT_ONCE = 16, class T, class Wanted = Everything>
 __device__ inline void load_rows(T tile, const HeadView& x, int first, Range valid, Wanted wanted = {}) {
     constexpr int per_chunk = 16 / T::E::kBytes;
@@ -62,8 +64,9 @@ __device__ inline void load_rows(T tile, const HeadView& x, int first, Range val
     for (int c = threadIdx.x % across; c < chunks; c += across) {
         const int column = c * per_chunk;
         const int width = T::kHeadDim == T::kDepth ? per_chunk : max(0, min(per_chunk, T::kHeadDim - column));
-        u64 source = x.base + (static_cast<i64>(first) + thread_row) * x.row + column * (VECTOR ? T::E::kBytes : x.column);
-#pragma unroll(VECTOR && ceil_div(ROWS, down) <= AT_ONCE ? ceil_div(ROWS, down) : 1)
+        u64 source =
+            x.base + (static_cast<i64>(first) + thread_row) * x.row + column * (VECTOR ? T::E::kBytes : x.column);
+#pragma unroll(VECTOR&& ceil_div(ROWS, down) <= AT_ONCE ? ceil_div(ROWS, down) : 1)
         for (int j = 0; j < ceil_div(ROWS, down); ++j) {
             const int r = thread_row + j * down;
             const int count = static_cast<u32>(r) - begin < rows_inside && wanted(first + r) ? width : 0;

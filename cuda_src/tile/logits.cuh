@@ -1,4 +1,5 @@
-// Where dots become logits, and gradients of logits those of dots. The kernel has included its divergence and its score before.
+// Where dots become logits, and gradients of logits those of dots. The kernel has included its divergence and its score
+// before.
 #pragma once
 #include "common/math.cuh"
 #include "tile/fragment.cuh"
@@ -8,8 +9,8 @@ struct Scales {
     float teacher, student;
 };
 
-// The logits of one row that a lane holds, as a divergence asks for them: each, and each less a reference. S is the score
-// whose dots the accumulators hold.
+// The logits of one row that a lane holds, as a divergence asks for them: each, and each less a reference. S is the
+// score whose dots the accumulators hold.
 template <class S, int TILES>
 struct LogitRow {
     FragmentRow<TILES> dots;
@@ -37,7 +38,8 @@ template <int SIDE>
 __device__ inline float dot_gradient(float dot_t, float dot_s, const RowStats& row, Scales scales) {
     const float x = Score<kTeacher>::logit(dot_t, scales.teacher, row.lse_t);
     const float y = Score<kStudent>::logit(dot_s, scales.student, row.lse_s);
-    const float slope = SIDE == kTeacher ? Score<kTeacher>::slope(x + row.lse_t) : Score<kStudent>::slope(y + row.lse_s);
+    const float slope =
+        SIDE == kTeacher ? Score<kTeacher>::slope(x + row.lse_t) : Score<kStudent>::slope(y + row.lse_s);
     return LogitGradient<SIDE>::evaluate(x, y, row.value) * slope;
 }
 

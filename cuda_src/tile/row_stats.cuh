@@ -23,9 +23,9 @@ struct OfSide<kStudent, Teacher, Student> {
 constexpr int kTopExponent = 14;  // they stay below 2^15, half of the type's largest number
 constexpr int kLowestExponent = kTopExponent - 126;
 
-// One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything. Where
-// intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so that the
-// reads of several rows are under way together: such a row reads another's memory.
+// One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything.
+// Where intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so
+// that the reads of several rows are under way together: such a row reads another's memory.
 __device__ inline RowStats read_row_stats(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
     const bool inside = (q < mask.segment.queries) & !mask.keys_of(q, q + 1).empty();
     const int first = mask.segment.first_query, row = inside ? q : 0;
@@ -37,9 +37,9 @@ __device__ inline RowStats read_row_stats(const GradientArgs& args, const Mask& 
     return {seen ? kLog2e * lse_t : 0.f, seen ? kLog2e * lse_s : 0.f, seen ? weight : 0.f, seen ? kLog2e * value : 0.f};
 }
 
-// Stats of COLUMNS streamed queries, as floats: all log-sum-exps of the teacher, all of the student, the weights and, where the
-// logit gradient needs them, the values. A lane's accumulators belong to pairs of queries, and the eight lanes that share a pair
-// get its two floats in one wavefront; of four floats side by side they would take four.
+// Stats of COLUMNS streamed queries, as floats: all log-sum-exps of the teacher, all of the student, the weights and,
+// where the logit gradient needs them, the values. A lane's accumulators belong to pairs of queries, and the eight
+// lanes that share a pair get its two floats in one wavefront; of four floats side by side they would take four.
 template <int COLUMNS>
 struct RowStatsLayout {
     static constexpr int kPerQuery = Logit::kNeedsValue ? 4 : 3;

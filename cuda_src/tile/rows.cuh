@@ -1,5 +1,5 @@
-// The row states of a warp in a forward kernel: feeding them score tiles, merging lanes, writing results. The kernel has
-// included its mask, its divergence and its score before.
+// The row states of a warp in a forward kernel: feeding them score tiles, merging lanes, writing results. The kernel
+// has included its mask, its divergence and its score before.
 #pragma once
 #include "common/args.cuh"
 #include "common/math.cuh"
@@ -11,11 +11,14 @@ static_assert(sizeof(RowState) == 4 * SplitStates::kStates, "plan: the state of 
 
 // Rows of which a lane holds elements, and how far below the first of them number i lies.
 constexpr int kLaneRows = Accumulators::kRows * kWarpTiles;
-__device__ constexpr int below_first(int i) { return 16 * (i / Accumulators::kRows) + Accumulators::below(i % Accumulators::kRows); }
+__device__ constexpr int below_first(int i) {
+    return 16 * (i / Accumulators::kRows) + Accumulators::below(i % Accumulators::kRows);
+}
 
 // T and S are the scores whose dots t and s hold.
 template <class T, class S, int TILES>
-__device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILES>& t, const Strip<TILES>& s, Scales scales) {
+__device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILES>& t, const Strip<TILES>& s,
+                                  Scales scales) {
     LogitRow<T, TILES> row_t[kLaneRows];
     LogitRow<S, TILES> row_s[kLaneRows];
 #pragma unroll
@@ -26,11 +29,12 @@ __device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILE
     RowState::absorb(state, row_t, row_s);
 }
 
-// One tile's dots, keys first_key on, into the states. Where the tile is not full, pairs that are not visible are put out
-// of the way first, in a branch of its own: a test inside one would be turned into selections that every tile pays for.
+// One tile's dots, keys first_key on, into the states. Where the tile is not full, pairs that are not visible are put
+// out of the way first, in a branch of its own: a test inside one would be turned into selections that every tile pays
+// for.
 template <int TILES>
-__device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t, Strip<TILES>& s, const Mask& mask, int row, bool full,
-                                   int first_key, Scales scales) {
+__device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t, Strip<TILES>& s, const Mask& mask,
+                                   int row, bool full, int first_key, Scales scales) {
     if (full) {
         absorb_all<Score<kTeacher>, Score<kStudent>, TILES>(state, t, s, scales);
     } else {
@@ -41,7 +45,8 @@ __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t
             for (int n = 0; n < TILES; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const bool visible = mask.visible(row + 16 * m + Accumulators::below(Accumulators::row(e)), key + 8 * n + Accumulators::column(e));
+                    const bool visible = mask.visible(row + 16 * m + Accumulators::below(Accumulators::row(e)),
+                                                      key + 8 * n + Accumulators::column(e));
                     t[m][n][e] = visible ? Score<kTeacher>::logit(t[m][n][e], scales.teacher) : kMasked;
                     s[m][n][e] = visible ? Score<kStudent>::logit(s[m][n][e], scales.student) : kMasked;
                 }
@@ -56,12 +61,13 @@ struct NoOffsets {
     __device__ float2 operator()(int) const { return make_float2(0.f, 0.f); }
 };
 
-// Merges the four lanes of each row and writes what they know: results, or the state where keys are split. `offsets` says what
-// the logits lack of the row so many below the lane's first. The first split leaves that where the log-sum-exps will be, for
-// combine.cu: in the states it would be rounded with the references, and the value hangs on their differences.
+// Merges the four lanes of each row and writes what they know: results, or the state where keys are split. `offsets`
+// says what the logits lack of the row so many below the lane's first. The first split leaves that where the
+// log-sum-exps will be, for combine.cu: in the states it would be rounded with the references, and the value hangs on
+// their differences.
 template <class Offsets = NoOffsets>
-__device__ inline void write_rows(const ForwardArgs& args, const Block& block, const Segment& segment, RowState (&state)[kLaneRows], int row,
-                                  const Offsets& offsets = {}) {
+__device__ inline void write_rows(const ForwardArgs& args, const Block& block, const Segment& segment,
+                                  RowState (&state)[kLaneRows], int row, const Offsets& offsets = {}) {
     const Extents& n = args.n;
     float* const value = row_vector(args.value, block.batch, block.head, segment.first_query);
     float* const lse_t = row_vector(args.teacher_lse, block.batch, block.head, segment.first_query);
@@ -76,14 +82,16 @@ __device__ inline void write_rows(const ForwardArgs& args, const Block& block, c
         if (n.splits == 1) {
             x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
             if constexpr (Offsets::kAny)
-                add_offsets(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row], offset.x, offset.y);
+                add_offsets(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row],
+                            offset.x, offset.y);
         } else {
             if (Offsets::kAny && block.split == 0) {
                 lse_t[r * args.teacher_lse.row] = offset.x;
                 lse_s[r * args.student_lse.row] = offset.y;
             }
             const i64 rows = static_cast<i64>(n.batch) * n.heads * n.queries;
-            const i64 index = (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + segment.first_query + r;
+            const i64 index =
+                (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + segment.first_query + r;
             x.store(reinterpret_cast<float*>(args.workspace) + block.split * rows + index, n.splits * rows);
         }
     }

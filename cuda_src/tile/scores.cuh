@@ -2,9 +2,9 @@
 #pragma once
 #include "tile/fragment.cuh"
 
-// out += stationary rows from `row` on * streamed rows^T over the steps [first, end) of the head dim. Unrolling lets loads
-// run ahead of products and costs registers and code: the plan says how far. The small products of planes are summed on
-// their own: each sum then sees one truncating addition per step instead of one per plane pair.
+// out += stationary rows from `row` on * streamed rows^T over the steps [first, end) of the head dim. Unrolling lets
+// loads run ahead of products and costs registers and code: the plan says how far. The small products of planes are
+// summed on their own: each sum then sees one truncating addition per step instead of one per plane pair.
 template <int TILES, class T>
 __device__ inline void add_scores(Strip<TILES>& out, T stationary, int row, T streamed, int first, int end) {
     constexpr bool split = T::E::kPlanes > 1;

@@ -1,5 +1,5 @@
-// SwizzledTile tiles of the Hopper kernels: chunks of 64 columns, each [rows][64] 16-bit elements in rows of 128 bytes, the
-// 16-byte pieces of row r permuted by XOR with r % 8 (what TMA writes and wgmma reads as the 128-byte swizzle).
+// SwizzledTile tiles of the Hopper kernels: chunks of 64 columns, each [rows][64] 16-bit elements in rows of 128 bytes,
+// the 16-byte pieces of row r permuted by XOR with r % 8 (what TMA writes and wgmma reads as the 128-byte swizzle).
 #pragma once
 #include "common/args.cuh"
 #include "ptx/mbarrier.cuh"
@@ -22,14 +22,15 @@ struct SwizzledTile {
 
 // All chunks of `ROWS` rows from (row, head, batch), announced on the barrier by the caller.
 template <int ROWS>
-__device__ inline void load_chunks(u32 shared, const TensorMap& map, u32 barrier, int first_chunk, int chunks, int row, int head,
-                                   int batch) {
+__device__ inline void load_chunks(u32 shared, const TensorMap& map, u32 barrier, int first_chunk, int chunks, int row,
+                                   int head, int batch) {
     for (int c = 0; c < chunks; ++c)
         tma_load(shared + c * ROWS * 128, map, barrier, 64 * (first_chunk + c), row, head, batch);
 }
 
-// The first STEPS 16-column steps of a warp's 16 stationary rows, in registers as operand A. A product of 64 x 64 x 16 that reads
-// both operands from shared memory takes all that it delivers; one that reads a single operand leaves room for everybody else.
+// The first STEPS 16-column steps of a warp's 16 stationary rows, in registers as operand A. A product of 64 x 64 x 16
+// that reads both operands from shared memory takes all that it delivers; one that reads a single operand leaves room
+// for everybody else.
 template <int STEPS>
 struct HeldRows {
     u32 step[STEPS > 0 ? STEPS : 1][4];
@@ -44,12 +45,13 @@ struct HeldRows {
     }
 };
 
-// Issues scores = stationary rows * streamed rows^T over CHUNKS chunks of the head dim, `first_chunk` on; the scores start
-// afresh with chunk `start`. Descriptors of the warpgroup's rows in the first chunk of a tile of ROWS rows, and of the chunk
-// `first_chunk` of as many streamed rows as the scores have columns. Of stationary rows, the `held` steps come from there.
+// Issues scores = stationary rows * streamed rows^T over CHUNKS chunks of the head dim, `first_chunk` on; the scores
+// start afresh with chunk `start`. Descriptors of the warpgroup's rows in the first chunk of a tile of ROWS rows, and
+// of the chunk `first_chunk` of as many streamed rows as the scores have columns. Of stationary rows, the `held` steps
+// come from there.
 template <class Side, int ROWS, int CHUNKS, int TILES, int HELD = 0>
-__device__ inline void multiply_rows(float (&scores)[TILES][4], u64 stationary, u64 streamed, int first_chunk, int start = 0,
-                                     const HeldRows<HELD>& held = {}) {
+__device__ inline void multiply_rows(float (&scores)[TILES][4], u64 stationary, u64 streamed, int first_chunk,
+                                     int start = 0, const HeldRows<HELD>& held = {}) {
 #pragma unroll
     for (int k = 0; k < 4 * CHUNKS; ++k) {
         const int step = 4 * first_chunk + k;
@@ -57,6 +59,7 @@ __device__ inline void multiply_rows(float (&scores)[TILES][4], u64 stationary, 
         if (step < HELD)
             wgmma<Side::kHalf, 0>(scores, held.step[step < HELD ? step : 0], columns, step > 4 * start);
         else if (step < Side::kSteps)
-            wgmma<Side::kHalf, 0, 0>(scores, stationary + ((step / 4 * ROWS * 128 + step % 4 * 32) >> 4), columns, step > 4 * start);
+            wgmma<Side::kHalf, 0, 0>(scores, stationary + ((step / 4 * ROWS * 128 + step % 4 * 32) >> 4), columns,
+                                     step > 4 * start);
     }
 }

@@ -6,8 +6,8 @@ struct Task {
     Block block;
     int first_head, end_head;  // query heads that are summed
     Segment segment;
-    int row_count;             // rows of the stationary operand
-    Range rows;                // the block's own
+    int row_count;  // rows of the stationary operand
+    Range rows;     // the block's own
 
     __device__ explicit Task(const Extents& n) {
         const int heads_per_block = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
@@ -29,7 +29,8 @@ struct Task {
         if constexpr (Mask::kListed) tiles.intersect(block.streamed);
         return {mask, rows, mask.steps_of(rows.begin, tiles)};
     }
-    // Whether the resident rows are other ones than those of the head before: the other side may share keys differently.
+    // Whether the resident rows are other ones than those of the head before: the other side may share keys
+    // differently.
     __device__ bool new_rows(const Extents& n, int head) const {
         const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
         return head == first_head || head / other_group != (head - 1) / other_group;

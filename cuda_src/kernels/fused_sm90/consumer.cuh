@@ -6,8 +6,8 @@
 
 using Scores = float[kTiles][4];  // of one thread: accumulators of keys x queries
 
-// Where a consumer is in the ring of the score side: one register will do where that has a power of two buffers, at the price
-// of instructions, and masks need it.
+// Where a consumer is in the ring of the score side: one register will do where that has a power of two buffers, at the
+// price of instructions, and masks need it.
 template <bool COUNTS = Mask::kParts != 0 && (kScoreRing & (kScoreRing - 1)) == 0>
 struct ScoreCursor : RingCursor<kScoreRing> {
     __device__ int index() const { return this->slot; }
@@ -23,7 +23,8 @@ struct ScoreCursor<true> {
 // dS^T with g of one consumer thread as operand A, a fragment per 16 queries.
 using Gradients = FragmentA<GradSide::kCode>[kTiles / 2];
 
-// Puts one fragment where the dQ warpgroup reads: 16 queries further are 32 bytes further in the row, under the swizzle too.
+// Puts one fragment where the dQ warpgroup reads: 16 queries further are 32 bytes further in the row, under the swizzle
+// too.
 __device__ inline void stage_ds(u32 to, int k, const u32 (&fragment)[4]) { stmatrix_x4(to ^ (k << 5), fragment); }
 // Whether a tile is asked which of its pairs are visible, by the columns and rows of the lane's accumulators.
 template <class Visible>
@@ -31,12 +32,12 @@ constexpr bool kMasks = true;
 template <>
 constexpr bool kMasks<Everything> = false;
 
-// Pairs that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
-// one would be turned into selections that every tile pays for. What a narrow type stages for dQ is staged here: there are
-// no registers to keep it.
+// Pairs that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test
+// inside one would be turned into selections that every tile pays for. What a narrow type stages for dQ is staged here:
+// there are no registers to keep it.
 template <class Visible>
-__device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& score_side, Scores& grad_side, u32 stats, float scale,
-                                       Visible visible, Scales scales) {
+__device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& score_side, Scores& grad_side, u32 stats,
+                                       float scale, Visible visible, Scales scales) {
     const int pair = Accumulators::pair(lane_id());
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
@@ -45,11 +46,13 @@ __device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& sco
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const RowStats& row = x[Accumulators::column(e)];
-            const float t = kSide == kTeacher ? grad_side[c][e] : score_side[c][e], s = kSide == kTeacher ? score_side[c][e] : grad_side[c][e];
+            const float t = kSide == kTeacher ? grad_side[c][e] : score_side[c][e],
+                        s = kSide == kTeacher ? score_side[c][e] : grad_side[c][e];
             float dx = dot_gradient<kSide>(t, s, row, scales);
             dx *= kNarrow ? plain_scale(row) : row.weight;
             if constexpr (kMasks<Visible>) {
-                if (!visible(8 * c + 2 * pair + Accumulators::column(e), Accumulators::below(Accumulators::row(e)))) dx = 0.f;
+                if (!visible(8 * c + 2 * pair + Accumulators::column(e), Accumulators::below(Accumulators::row(e))))
+                    dx = 0.f;
             }
             grad_side[c][e] = dx;
         }
@@ -83,9 +86,12 @@ struct Steps {
     Walk walk;
     int sub = 0;
 
-    __device__ Steps(const WorkItem& item, int group, const Extents& n) : item(item), group(group), walk(walk_of(item, n)) {}
+    __device__ Steps(const WorkItem& item, int group, const Extents& n)
+        : item(item), group(group), walk(walk_of(item, n)) {}
     __device__ bool more() const { return walk.more(); }
-    __device__ int first() const { return (kReadAgain ? item.block.tile * kRows : walk.rows.begin) + 64 * group + sub * kSubRows; }
+    __device__ int first() const {
+        return (kReadAgain ? item.block.tile * kRows : walk.rows.begin) + 64 * group + sub * kSubRows;
+    }
     __device__ bool idle() const { return first() >= item.segment.keys || !walk.may_see(first(), first() + 64); }
     __device__ bool full() const { return walk.full(first(), first() + 64); }
     __device__ void advance() {
@@ -121,15 +127,25 @@ struct Consumer {
     Scores &score_side, &grad_side;
     Held& held;
 
-    __device__ Consumer(const GradientArgs& args, const Layout& shared, WorkItemRing& items, Thread thread, Sums& out, Scores& score_side,
-                        Scores& grad_side, Held& held)
-        : args(args), shared(shared), items(items), group(thread.group), lane(thread.lane),
-          warp_row(64 * group + 16 * ((threadIdx.x / 32) & 3)), scales{args.teacher_scale, args.student_scale},
+    __device__ Consumer(const GradientArgs& args, const Layout& shared, WorkItemRing& items, Thread thread, Sums& out,
+                        Scores& score_side, Scores& grad_side, Held& held)
+        : args(args),
+          shared(shared),
+          items(items),
+          group(thread.group),
+          lane(thread.lane),
+          warp_row(64 * group + 16 * ((threadIdx.x / 32) & 3)),
+          scales{args.teacher_scale, args.student_scale},
           ds_start(ds_of(shared, warp_row + (lane & 15), lane >> 4)),
           keys_score(swizzled_descriptor(shared.base + kScoreKeysAt + group * 64 * 128)),
           keys_grad(swizzled_descriptor(shared.base + kGradKeysAt + group * 64 * 128)),
-          ring_score(swizzled_descriptor(shared.base + kScoreAt)), ring_grad(swizzled_descriptor(shared.base + kGradAt)),
-          ring_grad_rows(swizzled_descriptor(shared.base + kGradAt, kColumns * 128)), out(out), score_side(score_side), grad_side(grad_side), held(held) {}
+          ring_score(swizzled_descriptor(shared.base + kScoreAt)),
+          ring_grad(swizzled_descriptor(shared.base + kGradAt)),
+          ring_grad_rows(swizzled_descriptor(shared.base + kGradAt, kColumns * 128)),
+          out(out),
+          score_side(score_side),
+          grad_side(grad_side),
+          held(held) {}
 
     __device__ void run() {
         if (group == 1) pass_turn();
@@ -160,10 +176,12 @@ private:
         for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] = 0.f;
         mbarrier_wait(shared.barrier(kGradKeys), item.grad_parity);
 #pragma unroll
-        for (int sub = 0; sub < kSubs; ++sub) held[sub].template load<kRows>(shared.base + kGradKeysAt, sub * kSubRows + warp_row);
+        for (int sub = 0; sub < kSubs; ++sub)
+            held[sub].template load<kRows>(shared.base + kGradKeysAt, sub * kSubRows + warp_row);
     }
 
-    // Runs of steps that see everything are pipelined. What is decided between steps is decided before products are under way.
+    // Runs of steps that see everything are pipelined. What is decided between steps is decided before products are
+    // under way.
     __device__ void work(const WorkItem& item) {
         Steps at(item, group, args.n);
         while (at.more()) {
@@ -210,19 +228,23 @@ private:
         }
     }
 
-    __device__ void await_score() const { mbarrier_wait(shared.barrier(kScoreFull, at_score.index()), at_score.phase()); }
+    __device__ void await_score() const {
+        mbarrier_wait(shared.barrier(kScoreFull, at_score.index()), at_score.phase());
+    }
     __device__ void await_grad() const { mbarrier_wait(shared.barrier(kGradFull, at_grad.slot), at_grad.parity); }
     __device__ void multiply_score(int sub) {
         wgmma_fence();
         const u64 tile = ring_score + static_cast<u64>(at_score.index() * (kScoreTileBytes >> 4));
-        multiply_rows<ScoreSide, kRows, ScoreSide::kChunks>(score_side, keys_score + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
+        multiply_rows<ScoreSide, kRows, ScoreSide::kChunks>(
+            score_side, keys_score + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
         wgmma_commit();
     }
     template <int SUB>
     __device__ void multiply_grad() {
         wgmma_fence();
         const u64 tile = ring_grad + static_cast<u64>(at_grad.slot * (kGradTileBytes >> 4));
-        multiply_rows<GradSide, kRows, GradSide::kChunks>(grad_side, keys_grad + static_cast<u64>(SUB * (kSubRows * 128 >> 4)), tile, 0, 0, held[SUB]);
+        multiply_rows<GradSide, kRows, GradSide::kChunks>(
+            grad_side, keys_grad + static_cast<u64>(SUB * (kSubRows * 128 >> 4)), tile, 0, 0, held[SUB]);
         wgmma_commit();
     }
     __device__ void score_done(int sub) {
@@ -234,8 +256,8 @@ private:
         if (sub == kSubs - 1) warp_arrive(shared.barrier(kGradEmpty, slot));
     }
 
-    // Consumers take turns at issuing products: in step with each other they would compute exponentials together and then
-    // wait for the matrix unit together.
+    // Consumers take turns at issuing products: in step with each other they would compute exponentials together and
+    // then wait for the matrix unit together.
     __device__ void await_turn() const { barrier_sync(kTurn + group, kThreads); }
     __device__ void pass_turn() const { barrier_arrive(kTurn + 1 - group, kThreads); }
 
@@ -262,13 +284,14 @@ private:
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTiles / 2; ++k)
-            wgmma<GradSide::kHalf, 1>(out[SUB], dx[k].r[0], ring_grad_rows + static_cast<u64>((slot * kGradTileBytes + k * 2048) >> 4), 1);
+            wgmma<GradSide::kHalf, 1>(out[SUB], dx[k].r[0],
+                                      ring_grad_rows + static_cast<u64>((slot * kGradTileBytes + k * 2048) >> 4), 1);
         wgmma_commit();
     }
 
-    // One step on a full tile; with MORE the next one is full too, and its products are done afterwards. They start before
-    // dS is staged, which takes as long. No arrival of a single lane stands last: without a wait behind it the compiler
-    // takes the lanes for parted, and keeps descriptors out of uniform registers, at 50 instructions a step.
+    // One step on a full tile; with MORE the next one is full too, and its products are done afterwards. They start
+    // before dS is staged, which takes as long. No arrival of a single lane stands last: without a wait behind it the
+    // compiler takes the lanes for parted, and keeps descriptors out of uniform registers, at 50 instructions a step.
     template <int SUB, bool MORE>
     __device__ void step() {
         constexpr int kNextSub = (SUB + 1) % kSubs;
@@ -314,7 +337,9 @@ private:
         Gradients dx;
         // From memory: registers are dear.
         const int first_key = at.item.block.tile * kRows + warp_row + Accumulators::first_row(lane) + SUB * kSubRows;
-        const auto visible = [&walk = at.walk, first_key](int column, int row) { return walk.mask.visible(walk.row() + column, first_key + row); };
+        const auto visible = [&walk = at.walk, first_key](int column, int row) {
+            return walk.mask.visible(walk.row() + column, first_key + row);
+        };
         logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, visible, scales);
         clear_non_finite<E, kColumns, GradSide::kChunks>(shared.grad_tile(slot), kWarpgroup + group);
         await_turn();
@@ -347,17 +372,21 @@ private:
         const Block& block = item.block;
         if constexpr (Mask::kListed) {
             const int grad_heads = args.n.heads / (kSide == kTeacher ? args.n.teacher_group : args.n.student_group);
-            if (block.list_splits > 1 && !add_partials(reinterpret_cast<float(&)[kSubs * kOutTiles][4]>(out), block, block.batch * grad_heads + block.head, args)) return;
+            if (block.list_splits > 1 && !add_partials(reinterpret_cast<float (&)[kSubs * kOutTiles][4]>(out), block,
+                                                       block.batch * grad_heads + block.head, args))
+                return;
         }
         const float factor = gradient_factor<kSide>(args.out_scale) / scale;
 #pragma unroll
         for (int i = 0; i < Accumulators::kRows * kSubs; ++i) {
             const int sub = i / Accumulators::kRows, half = i % Accumulators::kRows;
-            const int k = block.tile * kRows + warp_row + Accumulators::first_row(lane) + sub * kSubRows + Accumulators::below(half);
+            const int k = block.tile * kRows + warp_row + Accumulators::first_row(lane) + sub * kSubRows +
+                          Accumulators::below(half);
             if (k >= item.segment.keys) continue;
-            const u64 address = args.out.pointer +
-                                (block.batch * args.out.batch + block.head * args.out.head + (item.segment.first_key + k) * args.out.row +
-                                 Accumulators::first_column(lane)) * E::kBytes;
+            const u64 address =
+                args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head +
+                                    (item.segment.first_key + k) * args.out.row + Accumulators::first_column(lane)) *
+                                       E::kBytes;
 #pragma unroll
             for (int d = 0; d < GradSide::kDim / 8; ++d)
                 E::store_pair(address + 8 * d * E::kBytes, out[sub][d][Accumulators::element(half, 0)] * factor,

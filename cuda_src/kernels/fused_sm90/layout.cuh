@@ -1,4 +1,5 @@
-// What the roles of fused_sm90.cu share: the two sides, shared memory with its barriers, the workspace, and how a work item is walked.
+// What the roles of fused_sm90.cu share: the two sides, shared memory with its barriers, the workspace, and how a work
+// item is walked.
 #pragma once
 #include "common/args.cuh"
 #include "common/config.cuh"
@@ -26,19 +27,19 @@ using Stats = RowStatsLayout<kColumns>;
 constexpr int kGroups = kWarps / 4;
 constexpr int kTiles = kColumns / 8;
 constexpr int kGradRing = SKL_STAGES, kScoreRing = SKL_SCORE_STAGES;
-constexpr int kDsStages = SKL_DS_STAGES;  // tiles of dS between the consumers and dQ
-constexpr int kStagings = SKL_STAGINGS;    // buffers between dQ and the copy engine
-constexpr bool kNarrow = E::kNarrowExponent;         // gradients of logits are scaled by powers of two
+constexpr int kDsStages = SKL_DS_STAGES;      // tiles of dS between the consumers and dQ
+constexpr int kStagings = SKL_STAGINGS;       // buffers between dQ and the copy engine
+constexpr bool kNarrow = E::kNarrowExponent;  // gradients of logits are scaled by powers of two
 
-constexpr int kHelperThreads = 128;  // of the kernels before and after
+constexpr int kHelperThreads = 128;              // of the kernels before and after
 constexpr int kOutTiles = 2 * GradSide::kSteps;  // tiles of 8 columns of dK and dQ
 
 constexpr int kGradTileBytes = GradSide::bytes(kColumns), kScoreTileBytes = ScoreSide::bytes(kColumns);
-constexpr int kHeld = SKL_HELD_STEPS;  // of the consumers' keys of the grad side
+constexpr int kHeld = SKL_HELD_STEPS;          // of the consumers' keys of the grad side
 constexpr bool kEarlyWaits = SKL_EARLY_WAITS;  // for the next tile's copies, before taking the turn
-constexpr bool kReadAgain = SKL_READ_AGAIN;    // what shared memory has, in every step, where no register is left for it
-constexpr int kWide = SKL_WIDE_CHUNKS;         // chunks of dQ that one product makes
-constexpr int kSubs = kWarpTiles;             // a consumer works on 64 of every 128 keys of the block
+constexpr bool kReadAgain = SKL_READ_AGAIN;  // what shared memory has, in every step, where no register is left for it
+constexpr int kWide = SKL_WIDE_CHUNKS;       // chunks of dQ that one product makes
+constexpr int kSubs = kWarpTiles;            // a consumer works on 64 of every 128 keys of the block
 constexpr int kSubRows = kRows / kSubs;
 constexpr int kDsBytes = kSubRows * kColumns * 2;
 constexpr int kStagingBytes = 64 * kColumns * 4;
@@ -74,7 +75,8 @@ constexpr int kWorkItemsAt = kBarriersAt + 8 * kBarriers;
 static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
 static_assert(GradSide::kChunks % kWide == 0, "plan: products of dQ are equally wide");
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
-static_assert(kSubs == 1 || (kSubs == 2 && GradSide::kChunks == 1), "plan: registers hold two gradients of up to 64 columns");
+static_assert(kSubs == 1 || (kSubs == 2 && GradSide::kChunks == 1),
+              "plan: registers hold two gradients of up to 64 columns");
 static_assert(1024 + kWorkItemsAt + kWorkItems * sizeof(WorkItem) == SKL_SMEM_BYTES, "plan: smem_bytes");
 static_assert(kWarpgroup + kGroups + 1 <= kTurn, "the query gradient's warpgroup has a barrier too");
 
@@ -86,7 +88,8 @@ struct Thread {
 // Shared memory, as addresses.
 struct Layout {
     u32 base;
-    __device__ explicit Layout(const unsigned char* memory) : base((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u) {}
+    __device__ explicit Layout(const unsigned char* memory)
+        : base((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u) {}
 
     __device__ u32 barrier(Barrier which, int slot = 0) const { return base + (kBarriersAt + 8 * which) + 8 * slot; }
     __device__ u32 score_tile(int slot) const { return base + kScoreAt + slot * kScoreTileBytes; }
@@ -118,8 +121,8 @@ struct Layout {
     }
 };
 
-// Blocks side by side should stream the same rows, or they all come from memory. Shares of lists, and the lists of causal
-// patterns, have the end in common.
+// Blocks side by side should stream the same rows, or they all come from memory. Shares of lists, and the lists of
+// causal patterns, have the end in common.
 using Walk = Cursor<Mask, Mask::kListed ? -1 : 1>;
 
 // The block's keys of a work item, the steps past them, and the walk over these.
@@ -138,11 +141,14 @@ __device__ inline Walk walk_of(const WorkItem& item, const Extents& n) {
 }
 
 // What a narrow type's gradients without g are multiplied by, a power of two per row, and what takes it back.
-__device__ inline int plain_exponent(const RowStats& x) { return kTopExponent - 1 - exponent_of(Logit::bound(x.value)); }
+__device__ inline int plain_exponent(const RowStats& x) {
+    return kTopExponent - 1 - exponent_of(Logit::bound(x.value));
+}
 __device__ inline float plain_scale(const RowStats& x) { return power_of_two(plain_exponent(x)); }
 __device__ inline float plain_unscale(const RowStats& x) { return power_of_two(-plain_exponent(x)); }
 
-static_assert(FusedWorkspace::kSums == kColumns * GradSide::kDim && FusedWorkspace::kRowStats == Stats::kFloats, "plan: workspace");
+static_assert(FusedWorkspace::kSums == kColumns * GradSide::kDim && FusedWorkspace::kRowStats == Stats::kFloats,
+              "plan: workspace");
 
 struct Workspace : FusedWorkspace {
     int heads, tiles;
@@ -159,8 +165,8 @@ struct Workspace : FusedWorkspace {
     }
 };
 
-// Tiles of 8 columns in a 64-column chunk of the sums, and where thread `thread` of the dQ warpgroup has its four elements
-// of such a tile. A warp's part of a chunk is contiguous.
+// Tiles of 8 columns in a 64-column chunk of the sums, and where thread `thread` of the dQ warpgroup has its four
+// elements of such a tile. A warp's part of a chunk is contiguous.
 __device__ constexpr int sum_tiles(int chunk) { return chunk < GradSide::kDim / 64 ? 8 : GradSide::kDim % 64 / 8; }
 __device__ inline int sum_index(int chunk, int tile, int thread) {
     return chunk * 64 * kColumns + ((thread / 32 * sum_tiles(chunk) + tile) * 32 + thread % 32) * 4;

@@ -1,5 +1,5 @@
-// Before and after the pass of fused_sm90.cu: clearing sums and writing what rows contribute; making sums the gradient of the
-// queries.
+// Before and after the pass of fused_sm90.cu: clearing sums and writing what rows contribute; making sums the gradient
+// of the queries.
 #pragma once
 #include "kernels/fused_sm90/layout.cuh"
 
@@ -25,7 +25,8 @@ struct Entry {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Workspace space(all.fused);
     const Entry at(space, args.n);
@@ -53,15 +54,16 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_prep
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Tensor4& out = all.fused.out_q;
     const Workspace space(all.fused);
     const Entry at(space, args.n);
     const float* const sums = space.sums + at.index * Workspace::kSums;
     const Mask mask(args.n, at.segment, at.batch, at.head);
-    // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are the
-    // upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
+    // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements
+    // are the upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
     constexpr int kParts = GradSide::kDim / 8;
 #pragma unroll
     for (int i = threadIdx.x; i < 32 * kParts; i += kHelperThreads) {
@@ -79,8 +81,11 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads) streamkl_fused_fini
             }
             u32 packed[4];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
-            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head + (at.segment.first_query + q) * out.row + 8 * part) * E::kBytes;
+            for (int j = 0; j < 4; ++j)
+                packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
+            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head +
+                                               (at.segment.first_query + q) * out.row + 8 * part) *
+                                                  E::kBytes;
             *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }

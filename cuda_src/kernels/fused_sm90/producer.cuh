@@ -14,7 +14,11 @@ struct Producer {
     RingCursor<kGradRing> at_grad;
 
     __device__ Producer(const HopperFusedArgs& all, const Layout& shared, WorkItemRing& items, Thread thread)
-        : all(all), shared(shared), items(items), space(all.fused), lane(thread.lane),
+        : all(all),
+          shared(shared),
+          items(items),
+          space(all.fused),
+          lane(thread.lane),
           grad_group(kSide == kTeacher ? n().teacher_group : n().student_group),
           score_group(kSide == kTeacher ? n().student_group : n().teacher_group) {}
     __device__ const Extents& n() const { return all.fused.base.n; }
@@ -56,8 +60,10 @@ private:
     __device__ float scale_of(const WorkItem& item) const {
         int exponent = kLowestExponent;
         for (int i = 0; i < grad_group; ++i) {
-            const int* const exponents = space.exponents + space.entry(item.block.batch, item.head + i, item.segment, 0);
-            for (int j = lane; j < ceil_div(item.segment.queries, kColumns); j += 32) exponent = max(exponent, exponents[j]);
+            const int* const exponents =
+                space.exponents + space.entry(item.block.batch, item.head + i, item.segment, 0);
+            for (int j = lane; j < ceil_div(item.segment.queries, kColumns); j += 32)
+                exponent = max(exponent, exponents[j]);
         }
         return power_of_two(kTopExponent - __reduce_max_sync(~0u, exponent));
     }
@@ -72,7 +78,8 @@ private:
             if (lane == 0) {
                 const u32 here = shared.barrier(kGradKeys);
                 mbarrier_expect(here, GradSide::bytes(kRows));
-                load_chunks<kRows>(shared.base + kGradKeysAt, grad_k, here, 0, GradSide::kChunks, key, item.block.head, batch);
+                load_chunks<kRows>(shared.base + kGradKeysAt, grad_k, here, 0, GradSide::kChunks, key, item.block.head,
+                                   batch);
             }
             at_grad_keys.advance();
         }
@@ -81,7 +88,8 @@ private:
             if (lane == 0) {
                 const u32 here = shared.barrier(kScoreKeysFull);
                 mbarrier_expect(here, ScoreSide::bytes(kRows));
-                load_chunks<kRows>(shared.base + kScoreKeysAt, score_k, here, 0, ScoreSide::kChunks, key, item.head / score_group, batch);
+                load_chunks<kRows>(shared.base + kScoreKeysAt, score_k, here, 0, ScoreSide::kChunks, key,
+                                   item.head / score_group, batch);
             }
             at_score_keys.advance();
         }
@@ -99,15 +107,18 @@ private:
             if (lane == 0) {
                 const u32 score_side = shared.barrier(kScoreFull, at_score.slot);
                 mbarrier_expect(score_side, kScoreTileBytes);
-                load_chunks<kColumns>(shared.score_tile(at_score.slot), score_q, score_side, 0, ScoreSide::kChunks, query, item.head, batch);
+                load_chunks<kColumns>(shared.score_tile(at_score.slot), score_q, score_side, 0, ScoreSide::kChunks,
+                                      query, item.head, batch);
             }
             at_score.advance();
             warp_wait(shared.barrier(kGradEmpty, at_grad.slot), at_grad.parity ^ 1);
             if (lane == 0) {
                 const u32 grad_side = shared.barrier(kGradFull, at_grad.slot);
                 mbarrier_expect(grad_side, kGradTileBytes + kStatsBytes);
-                load_chunks<kColumns>(shared.grad_tile(at_grad.slot), grad_q, grad_side, 0, GradSide::kChunks, query, item.head, batch);
-                bulk_load(shared.stats(at_grad.slot), stats + static_cast<i64>(walk.tile()) * Stats::kFloats, kStatsBytes, grad_side);
+                load_chunks<kColumns>(shared.grad_tile(at_grad.slot), grad_q, grad_side, 0, GradSide::kChunks, query,
+                                      item.head, batch);
+                bulk_load(shared.stats(at_grad.slot), stats + static_cast<i64>(walk.tile()) * Stats::kFloats,
+                          kStatsBytes, grad_side);
             }
             at_grad.advance();
         }

@@ -1,4 +1,5 @@
-// The warpgroup of fused_sm90.cu that multiplies dS with the grad side's keys, and has the copy engine add what comes out to the sums.
+// The warpgroup of fused_sm90.cu that multiplies dS with the grad side's keys, and has the copy engine add what comes
+// out to the sums.
 #pragma once
 #include "kernels/fused_sm90/layout.cuh"
 #include "ptx/bulk.cuh"
@@ -15,8 +16,14 @@ struct QueryGradient {
     RingCursor<kStagings> stage;
 
     __device__ QueryGradient(const HopperFusedArgs& all, const Layout& shared, WorkItemRing& items, Thread who)
-        : n(all.fused.base.n), shared(shared), items(items), space(all.fused), group(who.group), thread(threadIdx.x & 127),
-          lane(who.lane), gradients(swizzled_descriptor(shared.base + kDsAt)),
+        : n(all.fused.base.n),
+          shared(shared),
+          items(items),
+          space(all.fused),
+          group(who.group),
+          thread(threadIdx.x & 127),
+          lane(who.lane),
+          gradients(swizzled_descriptor(shared.base + kDsAt)),
           keys(swizzled_descriptor(shared.base + kGradKeysAt, kRows * 128)) {}
 
     __device__ void run() {
@@ -38,7 +45,8 @@ private:
     using Part = float[kWide < GradSide::kChunks ? 8 * kWide : kOutTiles][4];
 
     __device__ void work(const WorkItem& item) {
-        float* const head_sums = space.sums + space.entry(item.block.batch, item.head, item.segment, 0) * Workspace::kSums;
+        float* const head_sums =
+            space.sums + space.entry(item.block.batch, item.head, item.segment, 0) * Workspace::kSums;
         bool done = false;  // with the work tile's keys, before the last sums are on their way
         for (Walk walk = walk_of(item, n); walk.more(); walk.next()) {
             float* const sums = head_sums + static_cast<i64>(walk.tile()) * Workspace::kSums;
@@ -67,7 +75,8 @@ private:
 #pragma unroll
             for (int k = 0; k < kSubRows / 16; ++k)
                 wgmma<GradSide::kHalf, 1, 1>(part, gradients + static_cast<u64>((at.slot * kDsBytes + k * 2048) >> 4),
-                                        keys + ((first * kRows * 128 + (sub * kSubRows + 16 * k) * 128) >> 4), sub + k > 0);
+                                             keys + ((first * kRows * 128 + (sub * kSubRows + 16 * k) * 128) >> 4),
+                                             sub + k > 0);
             wgmma_commit();
             wgmma_wait<0>();
             fence_accumulators(part);
