@@ -51,7 +51,7 @@ SLOW = (
     "fork",
 )
 
-PYTEST = ("-x", "-q", "--tb=no", "-rfE", "-n0", "-p", "no:cacheprovider", "-m", "not gpu")
+PYTEST = ("-q", "--tb=no", "-rfE", "-n0", "-p", "no:cacheprovider", "-m", "not gpu")
 
 OPERATORS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
@@ -177,6 +177,7 @@ class Tree:
         self.source, self.root = source, source.with_name(secrets.token_hex(4))
         shutil.copytree(source, self.root)
         self.clock = int(time.time())
+        self.broken: dict[str, list[str]] = {}  # what fails of a file without any fault
 
     def write(self, path: Path, text: bytes) -> None:
         """Python recognises a changed file by its size and second, so each version gets a second of its own."""
@@ -185,8 +186,8 @@ class Tree:
         target.write_bytes(text)
         os.utime(target, (self.clock, self.clock))
 
-    def failing(self, tests: list[str], seed: int, limit: float) -> str:
-        """The first test that fails, "timeout", or nothing. The process is a fork, with the libraries imported."""
+    def failing(self, tests: list[str], seed: int, limit: float, *options: str) -> list[str]:
+        """The tests that fail, or "timeout". The process is a fork, with the libraries imported."""
         output = self.root / "output"
         child = os.fork()
         if not child:
@@ -198,7 +199,7 @@ class Tree:
             os.environ["PYTHONPATH"] = str(self.root)
             code = 99
             try:
-                code = int(pytest.main([*PYTEST, f"--seed={seed}", *tests]))
+                code = int(pytest.main([*PYTEST, f"--seed={seed}", *options, *tests]))
                 sys.stdout.flush()
             finally:
                 os._exit(code)
@@ -207,27 +208,29 @@ class Tree:
             if time.monotonic() > end:
                 os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                return "timeout"
+                return ["timeout"]
             time.sleep(0.02)
-        found = re.search(
-            r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", output.read_text(errors="replace"), re.M
-        )
-        return found[1] if found else "" if done[1] == 0 else f"status {done[1]}"
+        text = output.read_text(errors="replace")
+        found = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", text, re.M)
+        return found or ([] if done[1] == 0 else [f"status {done[1]}"])
 
     def noticed(self, fault: Fault, tests: list[str], limit: float) -> str:
-        """What notices a fault, and would have nothing to say without one."""
-        seed = random.randrange(10**6)  # of the tests' own data, the same with the fault and without
-        while tests:
+        """What notices a fault, and has nothing to say without one: neither in its file nor alone with these data."""
+        seed = random.randrange(10**6)
+        passed_over: list[str] = []
+        while True:
             self.write(fault.path, planted(fault))
-            found = self.failing(tests, seed, limit)
+            found = self.failing(tests, seed, limit, "-x", *passed_over)
             self.write(fault.path, fault.path.read_bytes())
-            if "::" not in found:
-                return found
-            if not self.failing([found], seed, limit):
-                return found
-            print(f"{found} fails without a fault", file=sys.stderr)
-            tests = [test for test in tests if not found.startswith(test)]
-        return ""
+            if not found or "::" not in found[0]:
+                return "".join(found)
+            file = found[0].partition("::")[0]
+            if file not in self.broken:
+                self.broken[file] = self.failing([file], seed, limit)
+            if found[0] not in self.broken[file] and not self.failing(found, seed, limit):
+                return found[0]
+            print(f"{found[0]} fails without a fault", file=sys.stderr)
+            passed_over += [f"--deselect={test}" for test in {*found, *self.broken[file]}]
 
 
 _trees: list[Tree] = []
