@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,13 @@ import pytest
 from conftest import Jax, JaxCuda, Torch, TorchCuda
 
 import streamkl_cupy
+from streamkl_cupy.compile import Build, build
+from streamkl_cupy.errors import CompilerError
 from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
+from streamkl_cupy.source import cuda_root, flatten
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.problems import MASK_OPTIONS, RECIPES, make, upstream
 
@@ -202,3 +207,26 @@ def test_plans_name_it(divergence: str) -> None:
     for kernel in (plan.forward, *(kernel for _, kernel in plan.gradients)):
         assert DIVERGENCES[divergence].header in kernel.text
     assert divergence == "kl" or f", {divergence}\n" in str(plan)
+
+
+def test_the_entry_says_what_the_header_says(divergence: str, tmp_path: Path) -> None:
+    pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
+    entry = DIVERGENCES[divergence]
+    root = tmp_path / "cuda_src"
+    shutil.copytree(cuda_root(), root)
+    claims = [f"sizeof(RowState) == {4 * entry.state_floats}"]
+    for side, factor in zip(("teacher", "student"), entry.factors, strict=True):
+        gradient = f"LogitGradient<k{side.title()}>"
+        claims.append(f"{gradient}::kNeedsValue == {int(side in entry.needs_value)}")
+        claims.append(f"{gradient}::kFactor - {factor!r} < 1e-6 && {factor!r} - {gradient}::kFactor < 1e-6")
+
+    def built(checks: list[str]) -> Build:
+        lines = [f'static_assert({check}, "{n}");' for n, check in enumerate(checks)]
+        text = '#include "@divergence"\nextern "C" __global__ void nothing() {}\n' + "\n".join(lines) + "\n"
+        (root / "kernels/ask.cu").write_text(text)
+        return build(flatten("kernels/ask.cu", {}, {"divergence": entry.header}, root), "sm_80")
+
+    built(claims)
+    for claim in claims:
+        with pytest.raises(CompilerError, match="static assertion"):
+            built([f"!({claim})"])
