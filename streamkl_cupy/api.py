@@ -108,6 +108,12 @@ def _documented(function: _F) -> _F:
     return function
 
 
+def _outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:
+    from .torch import outside_programs
+
+    return outside_programs(run, *args, **own)
+
+
 def _loss(
     operands: tuple[Any, ...],
     given: dict[str, Any],
@@ -451,7 +457,7 @@ def attention_kl_forward(
     dense_teacher_lse: A,
     **options: Unpack[Shared],
 ) -> KLForwardMass[A]: ...
-@public(_forward, outside_programs=True)
+@public(_forward, outside_programs=_outside_programs)
 @_documented
 def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
@@ -510,7 +516,7 @@ def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     _backward,
     "What the forward saved goes by name: saved=forward, the whole result of attention_kl_forward(...), or "
     "teacher_lse=, student_lse= and kl=, which look alike",
-    outside_programs=True,
+    outside_programs=_outside_programs,
 )
 @_documented
 def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @public
@@ -608,7 +614,7 @@ def attention_kl_value_and_grad(
     wrt: Wrt = STUDENT,
     **options: Unpack[Shared],
 ) -> tuple[A, KLGradients[A]]: ...
-@public(_value_and_grad, outside_programs=True)
+@public(_value_and_grad, outside_programs=_outside_programs)
 @_documented
 def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,

@@ -113,14 +113,16 @@ _OF_MAPS = (
 _functions: dict[str, frozenset[str]] = {}
 
 
-def public(run: Callable[..., Any], too_many: str | None = None, outside_programs: bool = False) -> Callable[[_F], _F]:
+def public(
+    run: Callable[..., Any], too_many: str | None = None, outside_programs: Callable[..., Any] | None = None
+) -> Callable[[_F], _F]:
     """Decorate a signature and its documentation to be the function that people call.
 
     `run(arrays, options, **own)` does the work: the arrays in their order, those options of the table that were given,
     by name, and all that are this function's alone. Wrong keywords and numbers of arrays are answered by name.
     `too_many` is what to say about more positional arguments than there are. Plain enough for torch.compile to trace.
-    `outside_programs` keeps that out: a function that computes on memory by its address is neither to be translated nor
-    to be run on stand-ins.
+    `outside_programs` is what keeps that out: a function that computes on memory by its address is neither to be
+    translated nor to be run on stand-ins.
     """
 
     def decorate(function: _F) -> _F:
@@ -149,12 +151,10 @@ def public(run: Callable[..., Any], too_many: str | None = None, outside_program
             for option in options:
                 if option not in SHARED:
                     raise TypeError(f"{name}() got multiple values for argument {option!r}")
-            if outside_programs:
+            if outside_programs is not None:
                 compiler = getattr(sys.modules.get("torch"), "compiler", None)
                 if compiler is not None and compiler.is_compiling():
-                    from .torch import outside_programs as interrupt
-
-                    return interrupt(run, args, options, **alone)
+                    return outside_programs(run, args, options, **alone)
             return run(args, options, **alone)
 
         call.__signature__ = _Readable(  # type: ignore[attr-defined]
