@@ -318,10 +318,10 @@ def split_states(state_floats: int) -> Regions:
     return Regions("SplitStates", (Region("states", "float", state_floats),))
 
 
-def shared_lists(warps: int, rows: int, out_dim: int) -> Regions:
+def partials(warps: int, rows: int, out_dim: int) -> Regions:
     """What blocks that split lists leave for one another; an entry is a slot (`kernels/work_tiles.py`)."""
     return Regions(
-        "SharedLists",
+        "Partials",
         (
             Region("arrivals", "int", warps, "zero before a launch"),
             Region("sums", "float", rows * _round_up(out_dim, 16)),

@@ -17,7 +17,7 @@ from ..rules.divergences import DIVERGENCES
 from ..rules.masks import parts_of, registers
 from ..rules.scores import SCORES
 from ..source import flatten
-from ..structs import Regions, Struct, row_tiles, shared_lists
+from ..structs import Regions, Struct, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
 
 ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -105,7 +105,7 @@ class Work:
 
     @property
     def mask_level(self) -> int:
-        """How many registers a mask takes: 0 a bound, 1 an interval or places, 2 pairs apart, 3 all of that."""
+        """How many registers a mask takes: 0 a bound, 1 an interval or segments, 2 pairs apart, 3 all of that."""
         return registers(parts_of(self.problem.mask))
 
     @property
@@ -386,7 +386,7 @@ class Kernel(ABC, Generic[Row]):
         lists = survey(pattern, tile.rows, tile.columns, work.rows_are_keys, group)
         longest, together = balance(lists, work.pairs, facts.multiprocessors, self.splits_lists)
         entries, slots = cut(lists, longest, group)
-        sizes = shared_lists(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
+        sizes = partials(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
         return Schedule(
             tiles=entries.shape[1],
             head_group=min(self.head_group(work, min(together, work.pairs)), max(work.pairs, 1)),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ..gpus import DeviceFacts
 from ..rules.masks import parts_of
-from ..structs import HOPPER_FUSED, Regions, fused_workspace, row_tiles, shared_lists
+from ..structs import HOPPER_FUSED, Regions, fused_workspace, partials, row_tiles
 from .base import MAX_GRID, KernelPlan, TileRow, Work
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
 
@@ -176,7 +176,7 @@ class _Fused(Hopper[_Row]):
         }
 
     def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
-        return _workspace(work), shared_lists(tile.warps, tile.rows, work.out_dim)
+        return _workspace(work), partials(tile.warps, tile.rows, work.out_dim)
 
     def streamed_bytes(self, work: Work) -> int:
         return super().streamed_bytes(work) + 4 * work.problem.queries * work.out_dim

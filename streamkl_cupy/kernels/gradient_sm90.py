@@ -1,9 +1,9 @@
 """The gradient of one input on Hopper, `kernels/gradient_sm90.cu`.
 
-Shared memory, bytes (`sm90.py`), with terms = 12 or 16 bytes per streamed query (and those 16 per stage) when the keys
+Shared memory, bytes (`sm90.py`), with stats = 12 or 16 bytes per streamed query (and those 16 per stage) when the keys
 are stationary:
 
-    1024 + (rows + stages * columns) * (chunks(D_t) + chunks(D_s)) * 128 + stages * (columns * terms + 16) + barriers
+    1024 + (rows + stages * columns) * (chunks(D_t) + chunks(D_s)) * 128 + stages * (columns * stats + 16) + barriers
 
 Registers: a consumer thread holds `columns` scores, the half of them packed, D / 2 sums of the output and 4 for each
 step of resident rows that it holds. 128 * (groups * consumer + producer) must fit.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..structs import HOPPER_GRADIENT, Regions, shared_lists
+from ..structs import HOPPER_GRADIENT, Regions, partials
 from .base import TileRow, Work
 from .sm90 import ALIGNMENT, Hopper, held_steps, row_bytes
 
@@ -70,9 +70,9 @@ class _Gradient(Hopper[_Row]):
         return _KEYS if work.rows_are_keys else _QUERIES
 
     def smem_bytes(self, work: Work, tile: _Row) -> int:
-        terms = 4 * work.row_vectors * tile.columns + 16 if work.rows_are_keys else 0
+        stats = 4 * work.row_vectors * tile.columns + 16 if work.rows_are_keys else 0
         tiles = (tile.rows + tile.stages * tile.columns) * row_bytes(work)
-        return ALIGNMENT + tiles + tile.stages * terms + 8 * (2 * tile.stages + 2)
+        return ALIGNMENT + tiles + tile.stages * stats + 8 * (2 * tile.stages + 2)
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
         consumer, producer = _registers(work, tile)[tile.warps // 4]
@@ -87,7 +87,7 @@ class _Gradient(Hopper[_Row]):
         }
 
     def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
-        return (shared_lists(tile.warps, tile.rows, work.out_dim),)
+        return (partials(tile.warps, tile.rows, work.out_dim),)
 
 
 def _registers(work: Work, tile: _Row) -> dict[int, tuple[int, int]]:
