@@ -178,12 +178,12 @@ class Call:
 
     def forward(self, workspace: int | None = None) -> None:
         at = self.workspace if workspace is None else workspace
-        self.runner.forward(tuple(self.inputs.values()), self.rows, 7, at, self.masks)
+        self.runner.forward(tuple(self.inputs.values()), self.rows, 7, at, vars(self.masks))
 
     def backward(self, *wrt: str, **room: int) -> None:
         outputs = Gradients(*(getattr(self.outputs, name) if name in wrt else None for name in INPUT_NAMES))
         self.runner.backward(
-            tuple(self.inputs.values()), self.saved, outputs, 7, self.workspace, self.masks, **room
+            tuple(self.inputs.values()), self.saved, outputs, 7, self.workspace, vars(self.masks), **room
         )  # fmt: skip
 
     def expected(self, kernel: Any, mask: tuple[int, ...]) -> dict[str, Any]:
