@@ -25,8 +25,7 @@ __device__ inline bool limit_list_splits(WorkTile& work, const GradientArgs& arg
 // the total then, and nobody else.
 template <int TILES>
 __device__ inline bool add_partials(float (&out)[TILES][4], const WorkTile& work, int pair, const GradientArgs& args) {
-    static_assert(Partials::kSums == 4 * TILES * kThreads && Partials::kArrivals == kWarps,
-                  "plan: what a slot holds");
+    static_assert(Partials::kSums == 4 * TILES * kThreads && Partials::kArrivals == kWarps, "plan: what a slot holds");
     const i64 first = static_cast<i64>(pair) * args.partial_slots + work.partial_slot;
     float4* const sums = reinterpret_cast<float4*>(args.partial_sums) + first * (TILES * kThreads) + threadIdx.x;
     float4* const mine = sums + static_cast<i64>(work.list_split) * (TILES * kThreads);
