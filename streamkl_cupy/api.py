@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
-from . import arrays, frameworks, planning, reduce, validate
+from . import arrays, frameworks, planning, validate
+from .advice.signatures import public
 from .arguments import choice
 from .arrays import ArrayView, RowStats, Saved
 from .call import ATTENTION_KL, OPS, Call, Ready, runner_for
@@ -18,8 +19,8 @@ from .frameworks.base import FRAMEWORKS
 from .options import REDUCTIONS, Layout, Precision, Reduction
 from .problem import INPUT_NAMES, STUDENT, Device, Problem, Wrt
 from .results import A, KLForward, KLForwardMass, KLGradients
+from .rules import reductions
 from .rules.divergences import DIVERGENCES
-from .signatures import public
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -151,7 +152,7 @@ def _loss(
     kl, teacher_lse, student_lse = (view.array for view in stats)
     if weight is not None or reduction != "none":
         with frameworks.on_device(like):
-            kl = reduce.reduce_rows(frameworks.namespace(like), kl, teacher_lse, weight, reduction)
+            kl = reductions.reduce_rows(frameworks.namespace(like), kl, teacher_lse, weight, reduction)
     if not return_lse:
         return frameworks.given_back(like, student_q, kl)
     rows = _with_mass(like, KLForward(kl, teacher_lse, student_lse), stats, dense)
@@ -224,8 +225,8 @@ def _value_and_grad(
     stats = ready.forward()
     xp = frameworks.namespace(like)
     with frameworks.on_device(like):
-        value = reduce.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
-        grad = reduce.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
+        value = reductions.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
+        grad = reductions.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
     saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
     grads = KLGradients(*ready.backward(saved, wrt))
     give = functools.partial(frameworks.given_back, like, operands[2])
@@ -271,7 +272,7 @@ def _with_mass(
     if dense.device.kind == "cpu":
         validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense))
     with frameworks.on_device(like):
-        return KLForwardMass(*rows, reduce.teacher_mass(frameworks.namespace(like), rows.teacher_lse, dense.array))
+        return KLForwardMass(*rows, reductions.teacher_mass(frameworks.namespace(like), rows.teacher_lse, dense.array))
 
 
 @overload

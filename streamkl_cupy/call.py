@@ -8,13 +8,14 @@ from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
-from . import arrays, frameworks, hints, numpy_backend, validate
+from . import arrays, frameworks, numpy_backend, validate
+from .advice import hints
 from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved
+from .concurrency.locks import ForkLock, generation
 from .errors import DriverError
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS
 from .frameworks.cupy import cupy_module
-from .locks import ForkLock, generation
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
 from .problem import INPUT_NAMES, STUDENT, Device, Problem
 from .runner import Runner

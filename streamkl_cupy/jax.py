@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from . import arrays, frameworks, reduce, validate
+from . import arrays, frameworks, validate
+from .advice.signatures import public
 from .api import attention_kl_backward, attention_kl_forward, attention_kl_value_and_grad
 from .call import ATTENTION_KL, Call, prepare, runner_for
 from .frameworks.dlpack import pointer_of
@@ -29,7 +30,7 @@ from .options import MASK_ARRAYS, Options
 from .problem import INPUT_NAMES, Device, Problem, compact_strides
 from .results import KLForward, KLForwardMass, KLGradients
 from .rules import masks as rules
-from .signatures import public
+from .rules import reductions
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -185,7 +186,7 @@ def _value(inputs: tuple[Any, ...], masks: _Masks, row_weight: Any, *, config: _
     # Stopped, so that a loss on the log-sum-exps has gradient zero by declaration, as with torch.
     teacher_lse, student_lse = jax.lax.stop_gradient((teacher_lse, student_lse))
     _check_weight(row_weight, kl)
-    value = reduce.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
+    value = reductions.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
     return KLForward(value, teacher_lse, student_lse)
 
 
@@ -218,8 +219,8 @@ def _value_and_grad(
 ) -> tuple[Any, dict[str, Any]]:
     kl, teacher_lse, student_lse = _forward(config, inputs, masks)
     _check_weight(row_weight, kl)
-    value = reduce.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
-    row_grad = reduce.row_gradient(jnp, teacher_lse, row_weight, reduction)
+    value = reductions.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
+    row_grad = reductions.row_gradient(jnp, teacher_lse, row_weight, reduction)
     return value, _backward(config, wrt, inputs, masks, (row_grad, teacher_lse, student_lse, kl))
 
 
@@ -545,7 +546,7 @@ def _with_mass(rows: KLForward, dense: Any) -> KLForward | KLForwardMass:
     traced = any(isinstance(x, jax.core.Tracer) for x in (dense, rows.teacher_lse))
     if not traced and _platform(dense) == "cpu":
         validate.dense_lse(np.asarray(rows.teacher_lse), np.asarray(dense))
-    return KLForwardMass(*rows, reduce.teacher_mass(jnp, rows.teacher_lse, jax.lax.stop_gradient(dense)))
+    return KLForwardMass(*rows, reductions.teacher_mass(jnp, rows.teacher_lse, jax.lax.stop_gradient(dense)))
 
 
 def _staged() -> bool:

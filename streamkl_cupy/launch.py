@@ -15,19 +15,19 @@ from math import inf, prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .compile import import_cupy, load
+from .compiler.nvrtc import import_cupy, load
 from .errors import CaptureError, DriverError
-from .gpus import device_facts
 from .kernels.base import ELEMENT_BYTES, KernelPlan, Work
+from .kernels.gpus import device_facts
+from .kernels.structs import KEY_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
 from .kernels.tensor_maps import encode
 from .planning import Plan, Step, make_plan
 from .problem import INPUT_NAMES, Operand, Problem, canonical_strides
 from .rules.masks import parts_of
-from .structs import KEY_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
 
 if TYPE_CHECKING:
     from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved
-    from .pattern_memory import Lists
+    from .patterns.memory import Lists
 
 LOG2E = 1.4426950408889634
 
@@ -321,7 +321,7 @@ def _tile_lists(problem: Problem, plan: KernelPlan) -> Lists | None:
     if pattern is None or tile is None:
         return None
     # Imported here, because most calls have none.
-    from .pattern_memory import lists_for
+    from .patterns.memory import lists_for
 
     by_keys, schedule = plan.task.stationary == "k", plan.schedule
     return lists_for(pattern, problem.device.index, tile.rows, tile.columns, by_keys, schedule.group, schedule.longest)

@@ -14,10 +14,10 @@ from math import inf
 
 import numpy as np
 
-from .gpus import DeviceFacts
-from .gpus import facts_for_arch as facts_for_arch
 from .kernels import KERNELS, combine, key_bits
 from .kernels.base import FORWARD, FUSED, GRADIENTS, Kernel, KernelPlan, TileRow, Work
+from .kernels.gpus import DeviceFacts
+from .kernels.gpus import facts_for_arch as facts_for_arch
 from .problem import INPUT_NAMES, Problem, counted
 from .rules.masks import Scene, key_range, parts_of
 

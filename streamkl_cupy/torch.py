@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import frameworks, reduce, validate
+from . import frameworks, validate
+from .advice.signatures import public
 from .arguments import a_kind_of
 from .arrays import RowStats, Saved
 from .call import ATTENTION_KL, Call
@@ -26,7 +27,7 @@ from .options import MASK_ARRAYS, NO_MASKS, TABLE, Options
 from .problem import INPUT_NAMES
 from .results import KLForward, KLForwardMass
 from .rules import masks as rules
-from .signatures import public
+from .rules import reductions
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -77,7 +78,7 @@ def loss(
     if row_weight is not None:
         _check_given("row_weight", row_weight, kl)
         validate.weights(row_weight, kl.shape)
-    value = reduce.reduce_rows(torch, kl, teacher_lse, row_weight, reduction)
+    value = reductions.reduce_rows(torch, kl, teacher_lse, row_weight, reduction)
     if dense_teacher_lse is None:
         return KLForward(value, teacher_lse, student_lse) if return_lse else value
     _check_given("dense_teacher_lse", dense_teacher_lse, kl)
@@ -85,7 +86,7 @@ def loss(
     dense = dense_teacher_lse.detach()
     if not traced and teacher_lse.device.type == "cpu" and _plain((teacher_lse, dense)):
         validate.dense_lse(teacher_lse.numpy(), dense.numpy(force=True))
-    mass = reduce.teacher_mass(torch, teacher_lse, dense)
+    mass = reductions.teacher_mass(torch, teacher_lse, dense)
     return KLForwardMass(value, teacher_lse, student_lse, mass)
 
 

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 import streamkl_cupy
-from streamkl_cupy.elements import narrow, widen
+from streamkl_cupy.numpy_backend.elements import narrow, widen
 from streamkl_cupy.options import MASK_ARRAYS
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference

@@ -22,8 +22,8 @@ import cupy
 import numpy as np
 
 import streamkl_cupy
-from streamkl_cupy import call, gpus, patterns, planning
-from streamkl_cupy.kernels import KERNELS, sm90, work_tiles
+from streamkl_cupy import call, patterns, planning
+from streamkl_cupy.kernels import KERNELS, gpus, sm90, work_tiles
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 
 PLANTED = 'extern "C" __global__ void planted(float* x, int n) { x[n + threadIdx.x] = 1.0f; }'

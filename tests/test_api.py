@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import KLForward, KLGradients, arrays, call, frameworks, reduce
+from streamkl_cupy import KLForward, KLGradients, arrays, call, frameworks
 from streamkl_cupy.call import ATTENTION_KL, Call
 from streamkl_cupy.options import Options
 from streamkl_cupy.problem import INPUT_NAMES
+from streamkl_cupy.rules import reductions
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows
 from streamkl_cupy.testing.problems import make, upstream
@@ -191,11 +192,11 @@ def test_zero_weight_is_zero() -> None:
 def test_row_without_weight_may_be_nan(module: str) -> None:
     xp = pytest.importorskip(module)
     kl, lse, w = (xp.asarray(v, dtype=xp.float32) for v in ([1, np.nan, 3], [0, 0, 0], [1, 0, 3]))
-    assert float(reduce.reduce_rows(xp, kl, lse, w, "mean")) == 2.5
-    assert float(reduce.reduce_rows(xp, kl, lse, w, "sum")) == 10.0
-    assert np.isnan(float(reduce.reduce_rows(xp, kl, lse, None, "sum")))
-    assert reduce.row_gradient(xp, lse, w, "mean").tolist() == [0.25, 0.0, 0.75]
-    assert reduce.reduce_rows(xp, kl, lse, w, "none").dtype == kl.dtype
+    assert float(reductions.reduce_rows(xp, kl, lse, w, "mean")) == 2.5
+    assert float(reductions.reduce_rows(xp, kl, lse, w, "sum")) == 10.0
+    assert np.isnan(float(reductions.reduce_rows(xp, kl, lse, None, "sum")))
+    assert reductions.row_gradient(xp, lse, w, "mean").tolist() == [0.25, 0.0, 0.75]
+    assert reductions.reduce_rows(xp, kl, lse, w, "none").dtype == kl.dtype
 
 
 @pytest.mark.parametrize("module", ["numpy", "torch", "jax.numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
@@ -208,7 +209,7 @@ def test_rows_without_a_key_are_no_cause_for_warnings(module: str) -> None:
 
     empty, inf, nan = -np.inf, np.inf, np.nan
     with np.errstate(all="raise"):
-        mass = reduce.teacher_mass(xp, array([empty, empty, empty, 0, nan, 0]), array([empty, 0, nan, 0, 0, nan]))
+        mass = reductions.teacher_mass(xp, array([empty, empty, empty, 0, nan, 0]), array([empty, 0, nan, 0, 0, nan]))
         assert [float(x) for x in mass[:4]] == [0, 0, 0, 1]
         assert np.isnan([float(x) for x in mass[4:]]).all()
         assert mass.dtype == xp.float32
@@ -216,10 +217,10 @@ def test_rows_without_a_key_are_no_cause_for_warnings(module: str) -> None:
             seen = [w for x, w in zip(lse, weights) if x == 0]
             rows = xp.zeros_like(array(lse)), array(lse), array(weights)
             for reduction in ("none", "sum", "mean"):
-                assert float(xp.sum(reduce.reduce_rows(xp, *rows, reduction))) == 0
-            assert float(xp.sum(reduce.row_gradient(xp, *rows[1:], "sum"))) == sum(seen)
-            assert float(xp.sum(reduce.row_gradient(xp, *rows[1:], "mean"))) == bool(seen)
-        assert float(reduce.reduce_rows(xp, array([0, 2]), array([empty, 0]), None, "mean")) == 2
+                assert float(xp.sum(reductions.reduce_rows(xp, *rows, reduction))) == 0
+            assert float(xp.sum(reductions.row_gradient(xp, *rows[1:], "sum"))) == sum(seen)
+            assert float(xp.sum(reductions.row_gradient(xp, *rows[1:], "mean"))) == bool(seen)
+        assert float(reductions.reduce_rows(xp, array([0, 2]), array([empty, 0]), None, "mean")) == 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -236,11 +237,11 @@ def test_what_is_too_small_becomes_zero_without_a_word(dtype: str, rng: np.rando
         held = np.where(np.isneginf(lse), 0, weight).astype(dtype)
         product, share = held * kl, held / held.sum()
     with np.errstate(all="raise"):
-        mass = reduce.teacher_mass(np, lse, np.full(7, 10, dtype))
-        values = {name: reduce.reduce_rows(np, kl, lse, weight, name) for name in ("none", "sum", "mean")}
-        grads = {name: reduce.row_gradient(np, lse, weight, name) for name in ("sum", "mean")}
+        mass = reductions.teacher_mass(np, lse, np.full(7, 10, dtype))
+        values = {name: reductions.reduce_rows(np, kl, lse, weight, name) for name in ("none", "sum", "mean")}
+        grads = {name: reductions.row_gradient(np, lse, weight, name) for name in ("sum", "mean")}
         # Weights that are all denormal have a mean as any others.
-        light = reduce.reduce_rows(np, kl, lse, few, "mean"), reduce.row_gradient(np, lse, few, "mean").sum()
+        light = reductions.reduce_rows(np, kl, lse, few, "mean"), reductions.row_gradient(np, lse, few, "mean").sum()
     assert (mass[:4] == 0).all()
     np.testing.assert_allclose(mass[4:], np.exp(lse[4:].astype(np.float64) - 10), rtol=1e-3)
     np.testing.assert_array_equal(values["none"], product)
@@ -422,7 +423,7 @@ def test_zero_weight_still_has_a_derivative() -> None:
     torch = pytest.importorskip("torch")
     kl, lse = torch.tensor([1.0, 2.0]), torch.zeros(2)
     w = torch.tensor([1.0, 0.0], requires_grad=True)
-    reduce.reduce_rows(torch, kl, lse, w, "sum").backward()
+    reductions.reduce_rows(torch, kl, lse, w, "sum").backward()
     assert w.grad.tolist() == [1.0, 2.0]
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import arrays, frameworks, install
+from streamkl_cupy import arrays, frameworks
+from streamkl_cupy.advice import install
 from streamkl_cupy.arrays import host
 from streamkl_cupy.frameworks import describe, dlpack
 

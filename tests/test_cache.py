@@ -12,16 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from streamkl_cupy import cache, settings
-from streamkl_cupy import compile as compiler
-from streamkl_cupy.source import flatten
+from streamkl_cupy.compiler import cache, settings
+from streamkl_cupy.compiler import nvrtc as compiler
+from streamkl_cupy.compiler.source import flatten
 
 pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
 
 SOURCE = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] = 1.0f; }\n'
 CHILD = f"""
 import sys
-from streamkl_cupy.compile import cached_image
+from streamkl_cupy.compiler.nvrtc import cached_image
 image = cached_image({SOURCE!r}, "sm_80")
 print(image.path, image.data[:4] == b"\\x7fELF")
 """

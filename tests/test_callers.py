@@ -897,7 +897,7 @@ def test_new_numbers_read_and_compile_nothing(
 ) -> None:
     if backend.device == "cpu":
         pytest.skip("nothing is compiled for the CPU")
-    from streamkl_cupy import compile as compiler
+    from streamkl_cupy.compiler import nvrtc as compiler
     from streamkl_cupy.kernels import base
 
     def run(i: int) -> None:

@@ -18,13 +18,13 @@ import pytest
 from conftest import Jax, JaxCuda, Torch, TorchCuda
 
 import streamkl_cupy
-from streamkl_cupy.compile import Build, build
+from streamkl_cupy.compiler.nvrtc import Build, build
+from streamkl_cupy.compiler.source import cuda_root, flatten
 from streamkl_cupy.errors import CompilerError
 from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
-from streamkl_cupy.source import cuda_root, flatten
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.problems import MASK_OPTIONS, RECIPES, make, upstream
 

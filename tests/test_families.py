@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, call, frameworks, gpus, patterns, planning
+from streamkl_cupy import arrays, call, frameworks, patterns, planning
 from streamkl_cupy.call import ATTENTION_KL, Call
-from streamkl_cupy.kernels import KERNELS, work_tiles
+from streamkl_cupy.kernels import KERNELS, gpus, work_tiles
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_same_bits

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy import DriverError, arrays, call, locks
+from streamkl_cupy import DriverError, arrays, call
+from streamkl_cupy.concurrency import locks
 from streamkl_cupy.options import Options
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +143,7 @@ def test_forks_while_other_threads_plan_and_compute(threads: int) -> None:
 
 
 MIDDLE = """
-import streamkl_cupy.threads as own
+import streamkl_cupy.concurrency.threads as own
 
 x = arrays_of(700, 4)
 own.usable_cores = lambda: 2
@@ -174,7 +175,7 @@ def test_a_signal_handler_forks_in_the_middle_of_a_call() -> None:
 
 
 GOING_ON = """
-import streamkl_cupy.threads as own
+import streamkl_cupy.concurrency.threads as own
 from streamkl_cupy.numpy_backend import Runner
 
 if own.available() < 2:
@@ -209,7 +210,7 @@ def test_a_child_that_goes_on_with_a_call_of_several_threads_gets_an_error() -> 
 
 LIMIT = """
 import threadpoolctl
-import streamkl_cupy.threads as own
+import streamkl_cupy.concurrency.threads as own
 
 def counts():
     return [x.num_threads for x in own._libraries()]
@@ -240,7 +241,7 @@ def test_a_child_gets_the_threads_back_that_another_thread_held() -> None:
 
 
 QUIET = """
-import streamkl_cupy.threads as own
+import streamkl_cupy.concurrency.threads as own
 
 own.usable_cores = lambda: 2
 everything(600)

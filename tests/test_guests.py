@@ -14,9 +14,9 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import arrays
-from streamkl_cupy.elements import narrow
 from streamkl_cupy.frameworks import base, describe
 from streamkl_cupy.frameworks import numpy as numpy_framework
+from streamkl_cupy.numpy_backend.elements import narrow
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows

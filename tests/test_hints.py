@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, call, frameworks, hints
+from streamkl_cupy import arrays, call, frameworks
+from streamkl_cupy.advice import hints
 from streamkl_cupy.arrays import Inputs
 from streamkl_cupy.options import Options
 from streamkl_cupy.problem import INPUT_NAMES

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import arrays, launch, pattern_memory, patterns, validate
+from streamkl_cupy import arrays, launch, patterns, validate
 from streamkl_cupy.arrays import ArrayView, Gradients, Inputs, RowStats, Saved
-from streamkl_cupy.compile import Loaded
+from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.errors import CaptureError
-from streamkl_cupy.gpus import facts_for_arch
+from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.options import parse
+from streamkl_cupy.patterns import memory as pattern_memory
 from streamkl_cupy.problem import INPUT_NAMES, compact_strides
 
 

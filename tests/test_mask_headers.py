@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamkl_cupy.compiler.source import cuda_root, flatten
+from streamkl_cupy.kernels.structs import EXTENTS, FORWARD, row_tiles
 from streamkl_cupy.kernels.work_tiles import cut, survey
 from streamkl_cupy.launch import _mask_words
 from streamkl_cupy.options import parse
 from streamkl_cupy.rules import masks
 from streamkl_cupy.rules.masks import MASKS
-from streamkl_cupy.source import cuda_root, flatten
-from streamkl_cupy.structs import EXTENTS, FORWARD, row_tiles
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.problems import MASK_OPTIONS
 from streamkl_cupy.testing.problems import pattern as pattern_of

@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 import streamkl_cupy
-from streamkl_cupy import threads
-from streamkl_cupy.elements import narrow, widen
+from streamkl_cupy.concurrency import threads
 from streamkl_cupy.numpy_backend import NumPyPlan
 from streamkl_cupy.numpy_backend import plan as cut
+from streamkl_cupy.numpy_backend.elements import narrow, widen
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing.problems import make, upstream
 

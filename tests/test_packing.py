@@ -21,12 +21,12 @@ import pytest
 
 from streamkl_cupy import launch, patterns
 from streamkl_cupy.arrays import Gradients
-from streamkl_cupy.compile import Loaded
-from streamkl_cupy.gpus import facts_for_arch
+from streamkl_cupy.compiler.nvrtc import Loaded
+from streamkl_cupy.compiler.source import flatten
 from streamkl_cupy.kernels import tensor_maps
+from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.planning import Plan, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
-from streamkl_cupy.source import flatten
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")

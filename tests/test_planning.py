@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy import gpus, patterns
+from streamkl_cupy import patterns
 from streamkl_cupy.errors import DriverError
-from streamkl_cupy.kernels import KERNELS, combine
+from streamkl_cupy.kernels import KERNELS, combine, gpus
 from streamkl_cupy.kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Work
 from streamkl_cupy.kernels.work_tiles import survey
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
@@ -394,7 +394,7 @@ def test_facts_of_an_installed_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             return 101_376
 
     fake = SimpleNamespace(cuda=SimpleNamespace(runtime=Runtime()))
-    monkeypatch.setattr("streamkl_cupy.compile.import_cupy", lambda: fake)
+    monkeypatch.setattr("streamkl_cupy.compiler.nvrtc.import_cupy", lambda: fake)
     facts = gpus.device_facts.__wrapped__(3)
     assert facts == gpus.DeviceFacts((8, 6), 101_376, 82, "a GPU")
     assert facts.flag == "sm_86"

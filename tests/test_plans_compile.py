@@ -10,8 +10,8 @@ import os
 import numpy as np
 import pytest
 
-from streamkl_cupy import catalogue
-from streamkl_cupy.gpus import facts_for_arch
+from streamkl_cupy.compiler import catalogue
+from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.problem import Problem
 from streamkl_cupy.rules.divergences import DIVERGENCES
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from streamkl_cupy.compiler.source import cuda_root
 from streamkl_cupy.kernels import KERNELS
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
-from streamkl_cupy.source import cuda_root
 
 # Some names of parts are English words besides. Kernels may use those, but no part's struct.
 NAMES = sorted({*MASKS, *DIVERGENCES} - {"packed", "keys", "blocks"})
@@ -126,3 +128,37 @@ def test_a_kernel_is_a_pair_of_files() -> None:
     listed = {f"{kind}_{kernel.family}": kernel for kind, kernels in KERNELS.items() for kernel in kernels}
     assert {name: module.KERNEL for name, module in modules.items() if hasattr(module, "KERNEL")} == listed
     assert all(kernel.kind == name.partition("_")[0] for name, kernel in listed.items())
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of the package that a module imports when it is imported, type-only ones included."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    late = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for inner in ast.walk(node)
+        if inner is not node
+    }
+    package = list(path.relative_to(PACKAGE).parent.parts)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level and node not in late:
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            found |= {".".join((*base, name.name)) for name in node.names} | {".".join(base)}
+    return found
+
+
+def test_imports_run_one_way() -> None:
+    files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    graph = {name: (imports_of(path) & modules.keys()) - {name} for name, path in modules.items()}
+    assert graph["api"] >= {"call", "planning"}, "the search is broken"
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+def test_the_top_level_fits_on_a_screen() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 16

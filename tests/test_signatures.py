@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import options, signatures
+from streamkl_cupy import options
+from streamkl_cupy.advice import signatures
 from streamkl_cupy.problem import INPUT_NAMES
 
 X = np.random.default_rng().standard_normal((4, 2, 5, 8)).astype(np.float32)

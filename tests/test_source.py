@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from streamkl_cupy.compiler.source import cuda_root, flatten
 from streamkl_cupy.errors import CompilerError
-from streamkl_cupy.source import cuda_root, flatten
 
 KERNEL = """\
 // a kernel

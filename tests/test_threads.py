@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import call, patterns, threads
+from streamkl_cupy import call, patterns
+from streamkl_cupy.concurrency import threads
 from streamkl_cupy.numpy_backend import NumPyPlan, Runner
 from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.problem import INPUT_NAMES

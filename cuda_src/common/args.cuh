@@ -1,5 +1,5 @@
 // Helpers of the arguments. The structs themselves, and what lies in workspaces, are described in
-// streamkl_cupy/structs.py, which packs them for a launch and writes their text before a kernel's.
+// kernels/structs.py, which packs them for a launch and writes their text before a kernel's.
 #pragma once
 #include "common/types.cuh"
 

@@ -1,4 +1,4 @@
-// Sizes that the host computes as well, in streamkl_cupy/structs.py; a test compares them.
+// Sizes that the host computes as well, in kernels/structs.py; a test compares them.
 #pragma once
 #include "common/types.cuh"
 

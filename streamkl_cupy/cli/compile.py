@@ -10,9 +10,11 @@ from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 
-from .. import cache, catalogue, frameworks, install, settings
-from ..catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, Built
-from ..compile import supported_archs
+from .. import frameworks
+from ..advice import install
+from ..compiler import cache, catalogue, settings
+from ..compiler.catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, Built
+from ..compiler.nvrtc import supported_archs
 from ..errors import CompilerError
 from ..problem import Problem
 from ..rules.divergences import DIVERGENCES
@@ -167,7 +169,7 @@ def _arch_here() -> str:
     index = frameworks.current_gpu()
     if index is None:
         return "sm_90"
-    from ..gpus import device_facts
+    from ..kernels.gpus import device_facts
 
     major, minor = device_facts(index).compute_capability
     return f"sm_{major}{minor}"

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import install, settings
+from ..advice import install
 from ..api import attention_kl_value_and_grad
-from ..compile import import_cupy, supported_archs
-from ..gpus import DeviceFacts
+from ..compiler import settings
+from ..compiler.nvrtc import import_cupy, supported_archs
+from ..kernels.gpus import DeviceFacts
 from ..problem import INPUT_NAMES, STUDENT
 from ..testing import problems, reference
 from . import environment, report
@@ -157,7 +158,7 @@ def devices(checks: list[Check]) -> list[dict[str, Any]]:
 
 
 def _device(index: int) -> dict[str, Any]:
-    from ..gpus import device_facts
+    from ..kernels.gpus import device_facts
 
     facts = device_facts(index)
     _, total = import_cupy().cuda.Device(index).mem_info
@@ -174,7 +175,7 @@ def _device(index: int) -> dict[str, Any]:
 
 def family_of(facts: DeviceFacts) -> str:
     """The kernels a GPU runs for an ordinary problem, or why it runs none."""
-    from ..catalogue import ELEMENT_TYPES, problem
+    from ..compiler.catalogue import ELEMENT_TYPES, problem
     from ..planning import make_plan
 
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import __version__
-from ..compile import import_cupy
+from ..compiler.nvrtc import import_cupy
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def card() -> str:
 
 def processor() -> str:
     """Name of the CPU and how many cores this process may use."""
-    from ..threads import usable_cores
+    from ..concurrency.threads import usable_cores
 
     name = platform.processor() or platform.machine()
     try:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, ClassVar
 
-from .. import install
+from ..advice import install
 from ..arrays import ITEMSIZE, ArrayView, cuda, settle
 from ..problem import Device
 from .numpy import NAMES, TYPES, NumPy

@@ -18,8 +18,8 @@ import numpy as np
 
 from ..arguments import a_kind_of, kind_of
 from ..arrays import ArrayView, RowStats
-from ..elements import widen
-from ..locks import ForkLock
+from ..concurrency.locks import ForkLock
+from ..numpy_backend.elements import widen
 from ..problem import Device
 from .base import FRAMEWORKS, Framework, dtype_label, known
 from .cupy import cupy_module

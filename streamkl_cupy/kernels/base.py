@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
-from ..gpus import DeviceFacts
+from ..compiler.source import flatten
 from ..problem import INPUT_NAMES, Operand, Problem, Side, counted
 from ..rules.divergences import DIVERGENCES
 from ..rules.masks import parts_of, registers
 from ..rules.scores import SCORES
-from ..source import flatten
-from ..structs import Regions, Struct, partials, row_tiles
+from .gpus import DeviceFacts
+from .structs import Regions, Struct, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
 
 ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}

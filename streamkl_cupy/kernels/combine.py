@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ..gpus import DeviceFacts
 from ..rules.divergences import DIVERGENCES
-from ..structs import FORWARD
 from .base import KernelPlan, Task, Work
+from .gpus import DeviceFacts
+from .structs import FORWARD
 
 COMBINE = Task("combine")
 # Splitting costs a workspace and a second launch: below this many key tiles an unsplit block is done sooner.

@@ -8,9 +8,9 @@ thread and 65,536 per multiprocessor.
 from __future__ import annotations
 
 from ..rules.divergences import DIVERGENCES
-from ..structs import FORWARD, Regions, split_states
 from .base import TileRow, Work
 from .sm80 import Portable, common_bytes
+from .structs import FORWARD, Regions, split_states
 
 _TABLE = (
     TileRow(4, 2, 64, 2, 2, 64, "32 rows per warp, two blocks per multiprocessor", unroll=4),

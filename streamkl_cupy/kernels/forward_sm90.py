@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..rules.divergences import DIVERGENCES
-from ..structs import HOPPER_FORWARD, Regions, split_states
 from .base import TileRow, Work
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, held_steps, row_bytes
+from .structs import HOPPER_FORWARD, Regions, split_states
 
 
 @dataclass(frozen=True)

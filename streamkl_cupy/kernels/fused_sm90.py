@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..gpus import DeviceFacts
 from ..rules.masks import parts_of
-from ..structs import HOPPER_FUSED, Regions, fused_workspace, partials, row_tiles
 from .base import MAX_GRID, KernelPlan, TileRow, Work
+from .gpus import DeviceFacts
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
+from .structs import HOPPER_FUSED, Regions, fused_workspace, partials, row_tiles
 
 MAX_OUT = 128
 

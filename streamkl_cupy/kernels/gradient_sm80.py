@@ -8,9 +8,9 @@ thread and 65,536 per multiprocessor.
 
 from __future__ import annotations
 
-from ..structs import GRADIENT, Regions
 from .base import TileRow, Work
 from .sm80 import Portable, common_bytes
+from .structs import GRADIENT, Regions
 
 _TABLE = (
     TileRow(

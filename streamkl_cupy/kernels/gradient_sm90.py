@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..structs import HOPPER_GRADIENT, Regions, partials
 from .base import TileRow, Work
 from .sm90 import ALIGNMENT, Hopper, held_steps, row_bytes
+from .structs import HOPPER_GRADIENT, Regions, partials
 
 
 @dataclass(frozen=True)

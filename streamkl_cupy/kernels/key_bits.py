@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..gpus import DeviceFacts
 from ..problem import Problem
 from ..rules.masks import parts_of
-from ..structs import KEY_BITS as ARGS
-from ..structs import key_words
 from .base import KernelPlan, Task
+from .gpus import DeviceFacts
+from .structs import KEY_BITS as ARGS
+from .structs import key_words
 from .work_tiles import Schedule
 
 KEY_BITS = Task("key_bits")

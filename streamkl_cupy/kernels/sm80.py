@@ -9,9 +9,9 @@ bytes of shared memory, and what its kernel says besides.
 
 from __future__ import annotations
 
-from ..gpus import DeviceFacts
 from ..problem import INPUT_NAMES, Side
 from .base import ELEMENT_BYTES, Kernel, TileRow, Work, vector_loads
+from .gpus import DeviceFacts
 
 
 class Portable(Kernel[TileRow]):

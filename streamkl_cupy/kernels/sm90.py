@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from ..gpus import DeviceFacts
 from ..problem import INPUT_NAMES
 from .base import Kernel, TileRow, Work
+from .gpus import DeviceFacts
 from .tensor_maps import no_map
 
 COLUMNS = 64

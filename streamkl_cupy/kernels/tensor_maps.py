@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import DriverError
 from ..problem import Operand
-from ..structs import TENSOR_MAP
 from .base import ELEMENT_BYTES, vector_loads
+from .structs import TENSOR_MAP
 
 MAX_STRIDE_BYTES = 1 << 40
 _BOX_COLUMNS = 64  # 128 bytes: the longest row the 128-byte swizzle allows

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..elements import narrow, widen
+from ..concurrency.threads import Turn
 from ..problem import Side
 from ..rules.masks import Scene
-from ..threads import Turn
+from .elements import narrow, widen
 from .plan import NumPyPlan
 
 Array = NDArray[Any]

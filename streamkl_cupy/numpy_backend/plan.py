@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .. import threads
+from ..concurrency import threads
 from ..problem import Problem, counted
 from ..rules.divergences import DIVERGENCES
 from ..rules.masks import differs_by_entry, parts_of

@@ -12,8 +12,9 @@ A vector added to all keys of a head changes no probability, but it is rounded w
 gets it as often as its logit gradients fail to add up to 0. Where keys share a large part, `common_part` finds it and
 the block takes it from its keys as it reads them.
 
-Blocks are independent, and threads of the call share them (`threads.py`). Only key gradients are sums over blocks: each
-block adds its part to a tile of keys after the blocks before it, so sums have one order whatever the threads do.
+Blocks are independent, and threads of the call share them (`concurrency/threads.py`). Only key gradients are sums over
+blocks: each block adds its part to a tile of keys after the blocks before it, so sums have one order whatever the
+threads do.
 
 Memory beyond inputs and outputs is one block's scratch for each thread (below 10 MB for D = 64; the plan says how
 much). Key gradients of 16-bit inputs are summed in float32 before they are rounded, which adds the float32 key
@@ -31,12 +32,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
-from ..elements import narrow
+from ..concurrency.threads import Team, Turn
 from ..problem import INPUT_NAMES, Problem
 from ..rules import masks as rules
 from ..rules.divergences import DIVERGENCES
-from ..threads import Team, Turn
 from .block import LOG2E, Array, Block, Half, Place, Scratch, Tile, Totals, canonical, rows_at, slices
+from .elements import narrow
 from .plan import LEAST_SHARED_PRODUCT, NumPyPlan, head_group, make_plan, threads_for
 
 _Task = TypeVar("_Task")

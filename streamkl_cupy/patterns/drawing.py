@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import install
+from ..advice import install
 from .pattern import union_of
 
 if TYPE_CHECKING:

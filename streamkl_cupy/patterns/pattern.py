@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import a_kind_of, flag, integer
-from ..locks import ForkLock
+from ..concurrency.locks import ForkLock
 from .tiles import CELLS, MAX_PAIRS, UNIT, Axis, TileLists, frozen, tile_lists
 
 Rows = NDArray[np.bool_]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..elements import narrow, widen
+from ..numpy_backend.elements import narrow, widen
 from ..rules.divergences import DIVERGENCES
 from ..rules.divergences.interface import log_sum_exp, terms_of
 

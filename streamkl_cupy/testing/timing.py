@@ -134,7 +134,7 @@ class DeviceTimer:
     least_visits = 3
 
     def __init__(self) -> None:
-        from ..compile import import_cupy, load
+        from ..compiler.nvrtc import import_cupy, load
 
         cupy = self._cupy = import_cupy()
         if not cupy.cuda.is_available():

@@ -10,10 +10,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from .compile import import_cupy
-from .kernels.work_tiles import cut, survey
-from .patterns import BlockPattern
-from .patterns.pattern import when_gone
+from ..compiler.nvrtc import import_cupy
+from ..kernels.work_tiles import cut, survey
+from . import BlockPattern
+from .pattern import when_gone
 
 
 class Lists:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from .errors import CompilerError
+from ..errors import CompilerError
 
 Slots = Mapping[str, str | tuple[str, ...]]
 
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 def cuda_root() -> Path:
     """The folder of CUDA sources: inside an installed package, beside the package in a source checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "cuda_src", package.parent / "cuda_src"):
         if folder.is_dir():
             return folder
@@ -56,7 +56,7 @@ def flatten(
             a str is taken verbatim (the name of a type or of a function).
         slots: slot name -> file, or files in order, relative to `root`, that `#include "@name"` stands for.
         root: folder of the sources; by default the one this package ships.
-        prologue: declarations that are written rather than read, as `structs.py` does.
+        prologue: declarations that are written rather than read, as `kernels/structs.py` does.
 
     Returns:
         The text. Equal arguments and equal files give equal text, whatever the order of the mappings.

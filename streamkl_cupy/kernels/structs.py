@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .problem import INPUT_NAMES
+from ..problem import INPUT_NAMES
 
 # C spelling and code of `struct`. `u64` is what a call fills in: addresses, and the words of tensor maps.
 _TYPES = {

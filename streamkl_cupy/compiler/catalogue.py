@@ -22,17 +22,18 @@ from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from . import cache, patterns
-from . import compile as compiler
-from .errors import CompilerError
-from .gpus import facts_for_arch
-from .kernels import combine
-from .kernels.base import FORWARD, PLANES, KernelPlan, Work
-from .kernels.work_tiles import Schedule
-from .planning import make_plan
-from .problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
-from .rules.masks import MASKS, together
-from .threads import usable_cores
+from .. import patterns
+from ..concurrency.threads import usable_cores
+from ..errors import CompilerError
+from ..kernels import combine
+from ..kernels.base import FORWARD, PLANES, KernelPlan, Work
+from ..kernels.gpus import facts_for_arch
+from ..kernels.work_tiles import Schedule
+from ..planning import make_plan
+from ..problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
+from ..rules.masks import MASKS, together
+from . import cache
+from . import nvrtc as compiler
 
 DIMS = (
     *((dim, dim) for dim in (16, 32, 64, 80, 96, 128, 160, 192, 256)),

@@ -19,7 +19,7 @@ def command(*extras: str, upgrade: bool = False) -> str:
     In a checkout pip gets its path. Elsewhere the package came as a wheel: pip takes the installed one for the name and
     asks an index only for what the extras need.
     """
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     is_checkout = (root / "pyproject.toml").is_file() and (root / "cuda_src").is_dir()
     wanted = f"[{','.join(extras)}]" if extras else ""
     what = f'-e "{root}{wanted}"' if is_checkout else f'"streamkl-cupy{wanted}"'

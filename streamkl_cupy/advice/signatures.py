@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from .options import SHARED
+from ..options import SHARED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

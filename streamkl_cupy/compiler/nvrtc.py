@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import cache, install, settings
-from .errors import CompilerError, DriverError
+from ..advice import install
+from ..errors import CompilerError, DriverError
+from . import cache, settings
 
 # Raise it when the meaning of an entry changes in a way that the other parts of the key do not show.
 SCHEMA = 1

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from .errors import StreamKLError
+from ..errors import StreamKLError
 from .locks import ForkLock, generation
 
 try:

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arrays import host
-from .elements import widen
+from ..arrays import host
+from ..numpy_backend.elements import widen
 
 if TYPE_CHECKING:
-    from .arrays import ArrayView, Inputs
-    from .options import Options
-    from .problem import Problem
+    from ..arrays import ArrayView, Inputs
+    from ..options import Options
+    from ..problem import Problem
 
 MANY_HEADS = 512  # beyond what models have
 FEW_ROWS = 128
 LOOKED_AT = 4  # rows at either end of an array
-_PACKAGE = str(Path(__file__).parent / "_")[:-1]  # with the separator
+_PACKAGE = str(Path(__file__).parents[1] / "_")[:-1]  # with the separator
 _said: set[str] = set()
 
 

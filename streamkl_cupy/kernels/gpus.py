@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .errors import DriverError
+from ..errors import DriverError
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def device_facts(index: int) -> DeviceFacts:
         DriverError: there is no driver or no such GPU.
     """
     # Imported here, because plans are made where nothing is compiled.
-    from .compile import import_cupy
+    from ..compiler.nvrtc import import_cupy
 
     cupy = import_cupy()
     runtime = cupy.cuda.runtime

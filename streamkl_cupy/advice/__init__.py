@@ -1,0 +1,1 @@
+"""What is said to people: wrong keywords, likely mistakes, what to install."""

@@ -1,0 +1,1 @@
+"""Threads over tiles, and locks that survive a fork."""
