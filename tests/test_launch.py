@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import arrays, launch, patterns, validate
+from streamkl_cupy import problem as problems
 from streamkl_cupy.arrays import ArrayView, Gradients, Inputs, RowStats, Saved
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.errors import CaptureError
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.options import parse
 from streamkl_cupy.patterns import memory as pattern_memory
-from streamkl_cupy.problem import INPUT_NAMES, compact_strides
+from streamkl_cupy.problem import INPUT_NAMES, MaskSpec, Operand, Side, compact_strides
 
 
 class Driver:
@@ -163,6 +164,33 @@ def test_loading_is_not_captured(driver: Driver, call: str) -> None:
     problem.warmup()
     getattr(problem, call)()
     assert driver.launches
+
+
+def test_a_call_like_the_one_before_looks_up_what_it_launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(0)
+    problem.forward()
+    problem.backward()
+    for plans in ("_forward", "_backward", "_kernel"):
+        monkeypatch.delattr(launch.Runner, plans)
+    before = len(driver.launches)
+    problem.forward()
+    problem.backward()
+    assert len(driver.launches) == 2 * before
+
+
+def test_gradients_of_keys_without_queries_are_zero(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No head reads the keys, which have heads nonetheless."""
+    cleared: list[tuple[int, ...]] = []
+    monkeypatch.setattr(driver, "memsetAsync", lambda *args: cleared.append(args))
+    q, k = (Operand(heads, 128, 64, "float16", (heads * 8192, 8192, 64, 1), True) for heads in (0, 2))
+    side = Side(q, k, 1.0)
+    runner = launch.Runner(problems.Problem(1, 0, 128, 128, side, side, MaskSpec(), arrays.cuda(0)))
+    call = Problem(0)
+    outputs = Gradients(*(view(name, (1, 2 if name.endswith("k") else 0, 128, 64), 0) for name in INPUT_NAMES))
+    outputs = Gradients(*(x and x._replace(ptr=i << 20) for i, x in enumerate(outputs, 1)))
+    runner.backward(call.inputs, call.saved, outputs, 7)
+    assert cleared == [(i << 20, 0, 2 * 2 * 128 * 64, 7) for i in (2, 4)]
+    assert driver.launches == []
 
 
 def scattered() -> patterns.BlockPattern:

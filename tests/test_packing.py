@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import pickle
 import re
 import shutil
 import struct
@@ -23,7 +24,7 @@ from streamkl_cupy import launch, patterns
 from streamkl_cupy.arrays import Gradients
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.compiler.source import flatten
-from streamkl_cupy.kernels import tensor_maps
+from streamkl_cupy.kernels import structs, tensor_maps
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.planning import Plan, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
@@ -375,6 +376,22 @@ extern "C" long long end(long long entries) {
     return reinterpret_cast<long long>(x.taken + 1) - 4096;
 }
 """
+
+
+@needs_compiler
+def test_plans_go_to_other_processes(book: Book, rng: np.random.Generator) -> None:
+    """Those too that a call has packed arguments of: kernels are compiled by many processes."""
+    call = Call(rng, 300, 333, (64, 128), WINDOW)
+    call.forward()
+    call.backward(*INPUT_NAMES)
+    assert pickle.loads(pickle.dumps(call.runner.plan)) == call.runner.plan
+
+
+def test_a_field_without_a_value_is_not_zero_by_chance() -> None:
+    with pytest.raises(KeyError, match=r"count.* has no value"):
+        structs.KEY_BITS.pack({"batch": 1, "column": 1, "entries": 1})
+    with pytest.raises(KeyError, match="rows"):
+        structs.KEY_BITS.pack({"batch": 1, "column": 1, "entries": 1, "count": 1, "rows": 1})
 
 
 def test_split_states_fit_the_workspace(rng: np.random.Generator) -> None:

@@ -344,8 +344,9 @@ def test_nothing_runs_where_there_is_nothing_to_write() -> None:
 @pytest.mark.parametrize("types", list(itertools.product(("bfloat16", "float16", "float32"), repeat=2)), ids="/".join)
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_kernels_are_told_what_their_numbers_are(types: tuple[str, str], precision: str) -> None:
-    p = plan("sm_80", dtypes=types, precision=precision, M=64, heads=1, N=200_000)
+    p = plan("sm_80", dims=(64, 128), dtypes=types, precision=precision, M=133, heads=1, N=400_000)
     assert p.combine is not None
+    assert (p.combine.blocks - 1) * p.combine.threads < 133 <= p.combine.blocks * p.combine.threads
     single = "float32" in types
     assert dict(p.combine.constants)["SKL_HAS_OFFSETS"] == int(single)
     codes = {"bfloat16": 0, "float16": 1, "float32": 2}
@@ -353,7 +354,7 @@ def test_kernels_are_told_what_their_numbers_are(types: tuple[str, str], precisi
         if kernel is not p.combine:
             told = dict(kernel.constants)
             assert (told["SKL_T_ELEMENT"], told["SKL_S_ELEMENT"]) == (codes[types[0]], codes[types[1]])
-            assert (told["SKL_T_DIM"], told["SKL_S_DIM"]) == (64, 64)
+            assert (told["SKL_T_DIM"], told["SKL_S_DIM"]) == (64, 128)
             # float32 in three parts or in two; one text for both where there is none.
             assert told["SKL_PLANES"] == (2 if single and precision == "high" else 3)
     for name, kernel in p.gradients:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..problem import INPUT_NAMES
 
@@ -108,6 +108,10 @@ class Struct:
             code += f"{offset - at}x{max(length, 1)}{_TYPES[kind][1]}"
             at = offset + _SIZES[kind] * max(length, 1)
         return struct.Struct(f"{code}{self.size - at}x")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans go to processes that compile, after calls too; what packs is made there again.
+        return {name: x for name, x in self.__dict__.items() if name != "packer"}
 
     def pack(self, values: Mapping[str, Value]) -> bytes:
         """The struct with these values, and zero for what a call fills in.
