@@ -59,7 +59,6 @@ struct Keys {
     __device__ StudentTile student(int stage) const {
         return {ring + stage * kStageBytes + TeacherTile::bytes(kColumns)};
     }
-    __device__ bool more() const { return ahead.more(); }
     __device__ void operator()(int i) {
         const int key = ahead.row(), stage = i % kStages;
         load_rows<kColumns, SKL_TK_VECTOR>(teacher(stage), teacher_view, key, valid);
@@ -95,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     load_rows<kRows, SKL_SQ_VECTOR>(
         sq, head_view<StudentTile>(args.in.student_q, block.batch, block.head, segment.first_query), first_row, rows);
     cp_async_commit();
-    fill_ring(fetch);
+    fill_ring(fetch.ahead, fetch);
 
     TeacherCommon common_t{base + kQueryBytes + kStages * kStageBytes};
     StudentCommon common_s{common_t.vector + TeacherCommon::kBytes};
@@ -118,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     for (int i = 0; i < kLaneRows; ++i) state[i].start();
 
     for (int i = 0; at.more(); ++i, at.next()) {
-        advance_ring(i, fetch, leave_common);
+        advance_ring(i, fetch.ahead, fetch, leave_common);
         const int key = at.row(), stage = i % kStages;
         Strip<kTiles> t, s;
         scores<kTiles>(t, tq, warp_row, fetch.teacher(stage));

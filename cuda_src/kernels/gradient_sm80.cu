@@ -22,7 +22,6 @@
 #include "@divergence"
 #include "@score"
 #include "tile/row_stats.cuh"
-#include "tile/task.cuh"
 #include "tile/common_part.cuh"
 
 using TeacherTile = Tile<SKL_T_ELEMENT, SKL_T_DIM>;
@@ -161,66 +160,43 @@ __device__ inline float rescale(Strip<kOutTiles>& out, int& exponent, u32 vector
     return power_of_two(max(kTopExponent - exponent, -126));
 }
 
-// The streamed rows of one query head, a tile of both sides after the other, and of queries their statistics.
-struct Stream {
-    u32 ring;  // shared memory
-    const GradientArgs& args;
-    const Task& task;
-    int head;
-    HeadView teacher_view, student_view;
-    Range valid;
-    Cursor<Mask> ahead;
-
-    __device__ u32 stage(int i) const { return ring + (i % kStages) * kStageBytes; }
-    __device__ TeacherTile teacher(int i) const { return {stage(i)}; }
-    __device__ StudentTile student(int i) const { return {stage(i) + TeacherTile::bytes(kColumns)}; }
-    __device__ OutTile grad(int i) const { return {kSide == kTeacher ? teacher(i).base : student(i).base}; }
-    __device__ u32 vectors(int i) const { return stage(i) + kTileBytes; }
-    __device__ bool more() const { return ahead.more(); }
-
-    __device__ void operator()(int i) {
-        const int first = ahead.row();
-        constexpr int at_once =
-            Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
-        const bool full = ahead.full(task.rows.begin, task.rows.end);
-        const auto met = [this, full](int column) {
-            return full || ahead.streamed_seen(task.rows.begin, task.rows.end, column);
-        };
-        load_rows<kColumns, kRowsAreQueries ? SKL_TK_VECTOR : SKL_TQ_VECTOR, at_once>(teacher(i), teacher_view, first,
-                                                                                      valid, met);
-        load_rows<kColumns, kRowsAreQueries ? SKL_SK_VECTOR : SKL_SQ_VECTOR, at_once>(student(i), student_view, first,
-                                                                                      valid, met);
-        if constexpr (!kRowsAreQueries) {
-            for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
-                const int which = j / kColumns, q = first + j % kColumns;
-                const Tensor3& x = which == 0   ? args.teacher_lse
-                                   : which == 1 ? args.student_lse
-                                   : which == 2 ? args.grad
-                                                : args.value;
-                const bool inside = valid.contains(q);
-                cp_async_4(vectors(i) + 4 * j,
-                           row_vector(x, task.block.batch, head, task.segment.first_query) + (inside ? q * x.row : 0),
-                           inside ? 4 : 0);
-            }
-        }
-        ahead.next();
-    }
+// A tile of streamed rows in shared memory: of both sides, and where queries are streamed their statistics.
+struct Stage {
+    u32 base;
+    __device__ TeacherTile teacher() const { return {base}; }
+    __device__ StudentTile student() const { return {base + TeacherTile::bytes(kColumns)}; }
+    __device__ OutTile grad() const { return {kSide == kTeacher ? teacher().base : student().base}; }
+    __device__ u32 vectors() const { return base + kTileBytes; }
 };
+
+// The statistics of a tile of queries, from `first` on.
+__device__ inline void load_vectors(u32 to, const GradientArgs& args, int batch, int head, int first_query, int first,
+                                    Range valid) {
+    for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
+        const int which = j / kColumns, q = first + j % kColumns;
+        const Tensor3& x = which == 0   ? args.teacher_lse
+                           : which == 1 ? args.student_lse
+                           : which == 2 ? args.grad
+                                        : args.value;
+        const bool inside = valid.contains(q);
+        cp_async_4(to + 4 * j, row_vector(x, batch, head, first_query) + (inside ? q * x.row : 0), inside ? 4 : 0);
+    }
+}
 
 // What the sums must be multiplied by is known where they are written; so is the segment, found anew: registers are
 // dear in the loop.
-__device__ inline void write(const GradientArgs& args, const Block& block, const Strip<kOutTiles>& out, int row,
-                             int exponent) {
+__device__ inline void write(const GradientArgs& args, const Block& block, int first_head, int out_heads,
+                             const Strip<kOutTiles>& out, int row, int exponent) {
     constexpr int bytes = OutElement::kBytes;
     const Extents& n = args.n;
-    const Task again(n);
-    const Segment& here = again.segment;
+    const int lane = lane_id();
+    Block again = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
+    const Segment here = Mask::locate(n, first_head, again);
     const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
     const u64 head_base =
         args.out.pointer +
         (block.batch * args.out.batch + block.head * args.out.head + first_out * args.out.row) * bytes;
-    const Mask mask(n, here, block.batch, again.first_head);
-    const int lane = lane_id();
+    const Mask mask(n, here, block.batch, first_head);
 #pragma unroll
     for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
@@ -235,7 +211,7 @@ __device__ inline void write(const GradientArgs& args, const Block& block, const
             } else if constexpr (OutElement::kNarrowExponent) {
                 factor *= power_of_two(exponent - kTopExponent);
             }
-            if (r >= again.row_count) continue;
+            if (r >= (kRowsAreQueries ? here.queries : here.keys)) continue;
 #pragma unroll
             for (int d = 0; d < kOutTiles; ++d) {
                 const int column = 8 * d + Accumulators::first_column(lane);
@@ -256,11 +232,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     streamkl_gradient(const __grid_constant__ GradientArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
     const Extents& n = args.n;
-    const Task task(n);
-    const Block& block = task.block;
-    const Segment& segment = task.segment;
-    const int first_row = task.rows.begin, end_row = task.rows.end;
-    if (Mask::kRagged && first_row >= task.row_count) return;
+    const int out_group = kSide == kTeacher ? n.teacher_group : n.student_group;
+    const int heads_per_block = kRowsAreQueries ? 1 : out_group;  // query heads summed into one output head
+    const int out_heads = n.heads / heads_per_block;
+    Block block = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
+    const int first_head = block.head * heads_per_block, end_head = first_head + heads_per_block;
+    const Segment segment = Mask::locate(n, first_head, block);
+    const int row_count = kRowsAreQueries ? segment.queries : segment.keys;
+    const int first_row = block.tile * kRows, end_row = min(first_row + kRows, row_count);
+    if (Mask::kRagged && first_row >= row_count) return;
+    const Range rows{first_row, end_row};
 
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const TeacherTile rows_t{base};
@@ -271,15 +252,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     const int row = first_row + warp_row + Accumulators::first_row(lane);
     const Scales scales{args.teacher_scale, args.student_scale};
 
+    // Asked for wherever a tile is used: registers that keep what is cheap to compute are missing elsewhere, and kernels
+    // with none to spare spill.
+    const auto stage = [base](int i) { return Stage{base + kRowBytes + (i % kStages) * kStageBytes}; };
+
     Strip<kOutTiles> out;
     clear<kOutTiles>(out);
     int exponent = kLowestExponent;
     RowStats stats[kWarpTiles][Accumulators::kRows];
 
-    for (int head = task.first_head; head < task.end_head; ++head) {
-        const Mask mask = task.mask(n, head);
-        const Range columns = Task::streamed_of(mask, task.rows);
-        Cursor<Mask> at(mask, task.rows, mask.steps_of(first_row, covering(columns, kColumns)));
+    for (int head = first_head; head < end_head; ++head) {
+        const Mask mask(n, segment, block.batch, head);
+        const Range columns = kRowsAreQueries ? mask.keys_of(first_row, end_row) : mask.queries_of(first_row, end_row);
+        Cursor<Mask> at(mask, rows, mask.steps_of(first_row, covering(columns, kColumns)));
         Common common{base + kRowBytes + kStages * kStageBytes};
         const HeadView queries_t = head_view<TeacherTile>(args.in.teacher_q, block.batch, head, segment.first_query);
         const HeadView queries_s = head_view<StudentTile>(args.in.student_q, block.batch, head, segment.first_query);
@@ -287,23 +272,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
             head_view<TeacherTile>(args.in.teacher_k, block.batch, head / n.teacher_group, segment.first_key);
         const HeadView keys_s =
             head_view<StudentTile>(args.in.student_k, block.batch, head / n.student_group, segment.first_key);
-        Stream fetch{base + kRowBytes,
-                     args,
-                     task,
-                     head,
-                     kRowsAreQueries ? keys_t : queries_t,
-                     kRowsAreQueries ? keys_s : queries_s,
-                     columns,
-                     at};
+        Cursor<Mask> ahead = at;
+        const auto fetch = [&args, &block, &segment, &rows, &columns, &ahead, &keys_t, &keys_s, &queries_t, &queries_s,
+                            stage, head](int i) {
+            const int first = ahead.row();
+            constexpr int at_once =
+                Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
+            const bool full = ahead.full(rows.begin, rows.end);
+            const auto met = [&ahead, &rows, full](int column) {
+                return full || ahead.streamed_seen(rows.begin, rows.end, column);
+            };
+            if constexpr (kRowsAreQueries) {
+                load_rows<kColumns, SKL_TK_VECTOR, at_once>(stage(i).teacher(), keys_t, first, columns, met);
+                load_rows<kColumns, SKL_SK_VECTOR, at_once>(stage(i).student(), keys_s, first, columns, met);
+            } else {
+                load_rows<kColumns, SKL_TQ_VECTOR, at_once>(stage(i).teacher(), queries_t, first, columns, met);
+                load_rows<kColumns, SKL_SQ_VECTOR, at_once>(stage(i).student(), queries_s, first, columns, met);
+                load_vectors(stage(i).vectors(), args, block.batch, head, segment.first_query, first, columns);
+            }
+            ahead.next();
+        };
 
         cp_async_wait<0>();  // a head whose list is empty has waited for nothing, not even for its rows
         __syncthreads();     // the previous head's last tile is still being read
         load_rows<kRows, kRowsAreQueries ? SKL_TQ_VECTOR : SKL_TK_VECTOR>(rows_t, kRowsAreQueries ? queries_t : keys_t,
-                                                                          first_row, task.rows);
+                                                                          first_row, rows);
         load_rows<kRows, kRowsAreQueries ? SKL_SQ_VECTOR : SKL_SK_VECTOR>(rows_s, kRowsAreQueries ? queries_s : keys_s,
-                                                                          first_row, task.rows);
+                                                                          first_row, rows);
         cp_async_commit();
-        fill_ring(fetch);
+        fill_ring(ahead, fetch);
 
         if constexpr (kRowsAreQueries) {
 #pragma unroll
@@ -327,19 +324,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                                                kSide == kTeacher ? scales.teacher : scales.student, lse);
                 }
         }
-        const auto leave_common = [&common, &fetch](int stage) { common.template leave<kColumns>(fetch.grad(stage)); };
+        const auto leave_common = [&common, &stage](int i) { common.template leave<kColumns>(stage(i).grad()); };
         for (int i = 0; at.more(); ++i, at.next()) {
-            advance_ring(i, fetch, leave_common);
+            advance_ring(i, ahead, fetch, leave_common);
             const int first_column = at.row();
             const bool full = at.full(first_row, end_row);
-            const u32 vectors = fetch.vectors(i);
+            const u32 vectors = stage(i).vectors();
             float scale = 1.f;
             if constexpr (!kRowsAreQueries && OutElement::kNarrowExponent)
                 scale = rescale(out, exponent, vectors, columns, first_column);
 
             Strip<kTiles> t, s;
-            scores<kTiles>(t, rows_t, warp_row, fetch.teacher(i));
-            scores<kTiles>(s, rows_s, warp_row, fetch.student(i));
+            scores<kTiles>(t, rows_t, warp_row, stage(i).teacher());
+            scores<kTiles>(s, rows_s, warp_row, stage(i).student());
 
             if (full)
                 logit_gradients<false>(t, s, stats, vectors, scale, at, row, scales);
@@ -352,8 +349,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
 #pragma unroll
                 for (int m = 0; m < kWarpTiles; ++m)
                     accumulators_to_a<OutTile::kCode>(a[k][m], t[m][2 * k], t[m][2 * k + 1]);
-            accumulate(out, a, fetch.grad(i));
+            accumulate(out, a, stage(i).grad());
         }
     }
-    write(args, block, out, row, exponent);
+    write(args, block, first_head, out_heads, out, row, exponent);
 }

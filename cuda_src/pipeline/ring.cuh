@@ -19,11 +19,11 @@ struct RingCursor {
 // A ring of kStages tiles that all threads of a block fill by cp.async and use together. `fetch(i)` has tile i on its
 // way into buffer i % kStages while `more()` holds; groups are committed where nothing is fetched too, so that they
 // count tiles.
-template <class Fetch>
-__device__ inline void fill_ring(Fetch& fetch) {
+template <class Ahead, class Fetch>
+__device__ inline void fill_ring(const Ahead& ahead, Fetch& fetch) {
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-        if (fetch.more()) fetch(i);
+        if (ahead.more()) fetch(i);
         cp_async_commit();
     }
 }
@@ -31,8 +31,8 @@ __device__ inline void fill_ring(Fetch& fetch) {
 // Has tile i there for all threads, and one more on its way; `arrived` may touch what this thread has fetched of tile i
 // before. The one __syncthreads says both that tile i is there and that everybody is done with the buffer that is
 // filled next.
-template <class Fetch, class Arrived>
-__device__ inline void advance_ring(int i, Fetch& fetch, const Arrived& arrived) {
+template <class Ahead, class Fetch, class Arrived>
+__device__ inline void advance_ring(int i, const Ahead& ahead, Fetch& fetch, const Arrived& arrived) {
     if constexpr (kStages == 1) {
         __syncthreads();
         fetch(i);
@@ -44,7 +44,7 @@ __device__ inline void advance_ring(int i, Fetch& fetch, const Arrived& arrived)
         cp_async_wait<kStages - 2>();
         arrived(i % kStages);
         __syncthreads();
-        if (fetch.more()) fetch(i + kStages - 1);
+        if (ahead.more()) fetch(i + kStages - 1);
         cp_async_commit();
     }
 }
