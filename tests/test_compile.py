@@ -304,7 +304,7 @@ cuda.runtime.getDevice = lambda: 0
 """
 LOADED = f"""
 import os, sys
-from streamkl_cupy import compile
+from streamkl_cupy.compiler import nvrtc as compile
 found = compile.load({PLAIN!r}, "fill", sys.argv[1])
 print(sys.getfilesystemencoding(), found.handle != 0, os.listdir(os.environ["STREAMKL_CACHE_DIR"]) != [])
 """

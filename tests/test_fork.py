@@ -84,7 +84,7 @@ block = patterns.sinks(1, queries=64, block=16)
 everything()
 locks = {"building": call._building, "lent": dlpack._lent_lock, "alive": pattern._alive_lock, "lists": block._lock}
 try:
-    from streamkl_cupy import threads
+    from streamkl_cupy.concurrency import threads
     locks["BLAS"] = threads._holding
 except ImportError:
     pass
