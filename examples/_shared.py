@@ -22,7 +22,7 @@ def install(*extras: str) -> str:
     try:
         from streamkl_cupy.advice.install import command
     except ImportError:
-        path = Path(__file__).resolve().parents[1] / "streamkl_cupy" / "install.py"
+        path = Path(__file__).resolve().parents[1] / "streamkl_cupy" / "advice" / "install.py"
         command = runpy.run_path(str(path))["command"]
     return command(*extras)
 

@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def child_environment(**changes: str | None) -> dict[str, str]:
-    root = str(Path(compiler.__file__).parents[1])
+    root = str(Path(compiler.__file__).parents[2])
     merged: dict[str, str | None] = {**os.environ, "PYTHONPATH": root, **changes}
     return {name: value for name, value in merged.items() if value is not None}
 

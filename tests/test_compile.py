@@ -326,7 +326,7 @@ def load_in_an_ascii_locale(tmp_path: Path, code: str, arch: str, **more: str) -
     """Load a kernel of a folder whose name this process's file system encoding cannot spell; what was printed."""
     folder = os.fsencode(tmp_path) + "/n\u00fc\u6838".encode()
     locale = {"LC_ALL": "C", "LANG": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    path = {"PYTHONPATH": str(Path(compiler.__file__).parents[1])}
+    path = {"PYTHONPATH": str(Path(compiler.__file__).parents[2])}
     environment = {**os.environb, **{os.fsencode(k): os.fsencode(v) for k, v in {**locale, **path, **more}.items()}}
     environment[b"STREAMKL_CACHE_DIR"] = folder
     outputs = []
@@ -351,7 +351,7 @@ def test_folder_whose_name_the_locale_cannot_spell_on_a_gpu(own_arch: str, tmp_p
 @pytest.mark.gpu
 @pytest.mark.parametrize("loading", ["LAZY", "EAGER"])
 def test_a_loaded_kernel_can_be_captured_at_its_first_launch(own_arch: str, tmp_path: Path, loading: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[1]), "CUDA_MODULE_LOADING": loading}
+    environment = {**os.environ, "PYTHONPATH": str(Path(compiler.__file__).parents[2]), "CUDA_MODULE_LOADING": loading}
     command = [sys.executable, "-c", LOADED + RUN, own_arch]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     # Nor does unloading at the end of the process complain.

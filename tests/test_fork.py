@@ -83,11 +83,8 @@ HELD = """
 block = patterns.sinks(1, queries=64, block=16)
 everything()
 locks = {"building": call._building, "lent": dlpack._lent_lock, "alive": pattern._alive_lock, "lists": block._lock}
-try:
-    from streamkl_cupy.concurrency import threads
-    locks["BLAS"] = threads._holding
-except ImportError:
-    pass
+from streamkl_cupy.concurrency import threads
+locks["BLAS"] = threads._holding
 
 def own_lists():
     block.tile_lists(64, 64)

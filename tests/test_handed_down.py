@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +113,18 @@ def jax_grad(x: Any, grad: Any, argnums: tuple[int, ...], **options: Any) -> Non
 
     jax = pytest.importorskip("jax")
     jax.block_until_ready(jax.jit(jax.grad(loss, argnums))(*x))
+
+
+@pytest.fixture(autouse=True)
+def jax_on_the_cpu() -> Iterator[None]:
+    """Where there is a GPU, JAX would put everything on it, and these look at what NumPy's runner is handed."""
+    try:
+        import jax
+    except ImportError:
+        yield
+        return
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 WAYS = {

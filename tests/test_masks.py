@@ -982,7 +982,8 @@ def test_jax_lends_a_workspace(monkeypatch: pytest.MonkeyPatch, mapped: bool) ->
         return streamkl_cupy.attention_kl(q, x, q, x, teacher_scale=scale).sum()
 
     call = jax.grad(total)
-    (jax.vmap(call)(jax.numpy.stack([x, x])) if mapped else call(x)).block_until_ready()
+    with jax.default_device(jax.devices("cpu")[0]):  # where traced calls are taken to run
+        (jax.vmap(call)(jax.numpy.stack([x, x])) if mapped else call(x)).block_until_ready()
     assert len(lent) == 2 * (1 + mapped)  # what is not mapped has a batch of its own: vmap becomes a loop
     assert all(lent)
 

@@ -248,21 +248,22 @@ def build(
         return
     jobs = min(jobs or usable_cores(), len(missing))
     waiting = iter(missing)
-    running: set[Future[tuple[Entry, compiler.Build | str]]] = set()
+    running: dict[Future[compiler.Build | str], Entry] = {}
     with _workers(jobs) as pool:
         while True:
-            done: set[Future[tuple[Entry, compiler.Build | str]]] = set()
+            done: set[Future[compiler.Build | str]] = set()
             with _interrupts_held() as interrupted:
                 # Few more than there are processes: the pipe never fills, and ending them leaves no thread writing.
                 with _not_heard_by_children():
-                    running |= {pool.submit(_build_one, entry) for entry in islice(waiting, jobs + 2 - len(running))}
+                    for entry in islice(waiting, jobs + 2 - len(running)):
+                        running[pool.submit(_build_one, _text(entry), entry.kernel.arch)] = entry
                 while running and not done and not interrupted():
-                    done, running = futures.wait(running, PATIENCE, futures.FIRST_COMPLETED)
-            if not (running or done):
+                    done, _ = futures.wait(running, PATIENCE, futures.FIRST_COMPLETED)
+            if not running:
                 return
             for future in done:
                 try:
-                    entry, build = future.result()
+                    entry, build = running.pop(future), future.result()
                 except BrokenProcessPool as error:
                     raise CompilerError(
                         "a process that compiles was ended from outside, by the system if memory ran out; the same "
@@ -284,12 +285,12 @@ def _text(entry: Entry) -> str:
     return entry.kernel.text
 
 
-def _build_one(entry: Entry) -> tuple[Entry, compiler.Build | str]:
+def _build_one(text: str, arch: str) -> compiler.Build | str:
     """In a worker: what the compiler made, or its complaint."""
     try:
-        return entry, compiler.build(_text(entry), entry.kernel.arch)
+        return compiler.build(text, arch)
     except CompilerError as error:
-        return entry, str(error)
+        return str(error)
 
 
 @contextmanager
