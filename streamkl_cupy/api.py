@@ -167,7 +167,8 @@ def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse
     if (door := FRAMEWORKS[like.framework].door()) is not None:
         return door.forward(call, dense_teacher_lse)
     stats = ready.forward()
-    rows = _with_mass(like, KLForward(*(view.array for view in stats)), stats, dense)
+    kl, teacher_lse, student_lse = stats
+    rows = _with_mass(like, KLForward(kl.array, teacher_lse.array, student_lse.array), stats, dense)
     return frameworks.given_back(like, operands[2], rows)
 
 

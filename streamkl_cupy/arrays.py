@@ -82,6 +82,7 @@ def compact(shape: tuple[int, ...], size: int) -> tuple[tuple[int, ...], int]:
 
 
 @lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def settle(
     shape: tuple[int, ...], strides: tuple[int, ...], unit: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

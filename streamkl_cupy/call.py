@@ -49,7 +49,7 @@ class Call(NamedTuple):
     def ready(self) -> Ready:
         """Read the arrays and find what runs them, or raise what is wrong with them."""
         op, operands, options, given = self
-        inputs = Inputs._make(map(describe, op.operands, operands))
+        inputs = Inputs(*map(describe, op.operands, operands))
         masks = view_masks(given, inputs.student_q.framework)
         return Ready(inputs, masks, prepare(inputs, options, masks))
 
@@ -127,6 +127,10 @@ _cuda_generation: int | None = None
 """`locks.generation` of the process that used CUDA first."""
 
 
+# Keys are kept longer than patterns: they have the digest in its place.
+_PATTERN = Options._fields.index("block_mask")
+
+
 def prepare(inputs: Inputs, options: Options, masks: MaskArrays | None = None) -> Checked:
     """The checked form of a call, or the error that says what is wrong with it."""
     a, b, c, d = inputs
@@ -136,7 +140,7 @@ def prepare(inputs: Inputs, options: Options, masks: MaskArrays | None = None) -
     if deterministic is None:
         deterministic = as_framework_says(c)
     pattern = options.block_mask
-    named = options if pattern is None else (pattern.digest, options._replace(block_mask=None))
+    named: Any = options if pattern is None else (pattern.digest, *options[:_PATTERN], *options[_PATTERN + 1 :])
     odd = (a.ptr | b.ptr | c.ptr | d.ptr) & 15
     if odd:
         odd = (a.ptr & 15) | (b.ptr & 15) << 4 | (c.ptr & 15) << 8 | (d.ptr & 15) << 12
