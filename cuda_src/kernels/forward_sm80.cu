@@ -44,8 +44,8 @@ struct Offsets {
     int row;
     Scales scales;
     __device__ float2 operator()(int below) const {
-        return make_float2(Score<kTeacher>::logit(common_t.times(tq, row + below), scales.teacher),
-                           Score<kStudent>::logit(common_s.times(sq, row + below), scales.student));
+        return make_float2(common_t.offset(tq, row + below, scales.teacher),
+                           common_s.offset(sq, row + below, scales.student));
     }
 };
 

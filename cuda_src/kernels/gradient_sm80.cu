@@ -320,8 +320,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                 for (int half = 0; half < Accumulators::kRows; ++half) {
                     const int r = warp_row + Accumulators::first_row(lane) + 16 * m + Accumulators::below(half);
                     float& lse = kSide == kTeacher ? stats[m][half].lse_t : stats[m][half].lse_s;
-                    lse = -Score<kSide>::logit(common.times(grad_rows, r),
-                                               kSide == kTeacher ? scales.teacher : scales.student, lse);
+                    if constexpr (Score<kSide>::kLinear)
+                        lse = -Score<kSide>::logit(common.times(grad_rows, r),
+                                                   kSide == kTeacher ? scales.teacher : scales.student, lse);
                 }
         }
         const auto leave_common = [&common, &stage](int i) { common.template leave<kColumns>(stage(i).grad()); };

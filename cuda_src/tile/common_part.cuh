@@ -129,6 +129,12 @@ struct CommonPart {
         return sum;
     }
 
+    // What the logits of that row lack: nothing where the score is not linear, for then no vector is taken.
+    __device__ float offset(T queries, int row, float scale) const {
+        if constexpr (S::kLinear) return S::logit(times(queries, row), scale);
+        return 0.f;
+    }
+
 private:
     __device__ void store(int d, float x) const {
         *reinterpret_cast<float*>(__cvta_shared_to_generic(vector + 4 * d)) = x;
