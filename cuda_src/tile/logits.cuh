@@ -38,8 +38,8 @@ template <int SIDE>
 __device__ inline float dot_gradient(float dot_t, float dot_s, const RowStats& row, Scales scales) {
     const float x = Score<kTeacher>::logit(dot_t, scales.teacher, row.lse_t);
     const float y = Score<kStudent>::logit(dot_s, scales.student, row.lse_s);
-    const float slope =
-        SIDE == kTeacher ? Score<kTeacher>::slope(x + row.lse_t) : Score<kStudent>::slope(y + row.lse_s);
+    const float slope = SIDE == kTeacher ? Score<kTeacher>::slope(x + row.lse_t, scales.teacher)
+                                         : Score<kStudent>::slope(y + row.lse_s, scales.student);
     return LogitGradient<SIDE>::evaluate(x, y, row.value) * slope;
 }
 
