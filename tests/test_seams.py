@@ -14,6 +14,7 @@ from streamkl_cupy.compiler.source import cuda_root
 from streamkl_cupy.kernels import KERNELS
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
+from streamkl_cupy.rules.scores import SCORES
 
 # Some names of parts are English words besides. Kernels may use those, but no part's struct.
 NAMES = sorted({*MASKS, *DIVERGENCES} - {"packed", "keys", "blocks"})
@@ -108,9 +109,10 @@ def test_the_readme_has_the_divergence(name: str) -> None:
 
 
 def test_every_header_of_a_registry_folder_is_registered() -> None:
-    registered = {entry.header for registry in (MASKS, DIVERGENCES) for entry in registry.values()}
-    shared = {"masks/interface.cuh", "masks/all.cuh", "divergences/interface.cuh", "divergences/relative_entropy.cuh"}
-    assert {name_of(path) for path in sources("masks", "divergences")} - shared == registered
+    registered = {entry.header for registry in (MASKS, DIVERGENCES, SCORES) for entry in registry.values()}
+    shared = {f"{folder}/interface.cuh" for folder in ("masks", "divergences", "scores")}
+    shared |= {"masks/all.cuh", "divergences/relative_entropy.cuh"}
+    assert {name_of(path) for path in sources("masks", "divergences", "scores")} - shared == registered
 
 
 def test_frameworks_are_imported_only_by_their_own_module() -> None:
