@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -851,6 +852,8 @@ def test_compile_can_be_interrupted(cache: Path, kind: signal.Signals) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # What a shell without job control starts beside it ignores Ctrl-C, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         while not list(cache.glob("*.cubin")):
@@ -884,7 +887,16 @@ def test_compile_can_be_interrupted(cache: Path, kind: signal.Signals) -> None:
     again.close()
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C is heard here, also where this process was started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("place", ["futures.wait", "ProcessPoolExecutor.submit"])
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_does_not_fall_into_the_executor(place: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # There it can leave a lock taken, and the process then never ends.
     pytest.importorskip("cupy")
