@@ -15,11 +15,12 @@ from math import inf
 import numpy as np
 
 from .kernels import KERNELS, combine, key_bits
-from .kernels.base import FORWARD, FUSED, GRADIENTS, Kernel, KernelPlan, TileRow, Work
+from .kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Kernel, KernelPlan, TileRow, Work
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
 from .problem import INPUT_NAMES, Problem, counted
 from .rules.masks import Scene, key_range, parts_of
+from .rules.scores import SCORES
 
 MAX_DIM = 256
 MAX_TEACHER_DIM = 576
@@ -143,8 +144,8 @@ class Plan:
             if key == name:
                 return kernel
         raise NotImplementedError(
-            f"wrt {name!r}: gradients to the teacher need a head dim of at most {MAX_DIM}, "
-            f"this one has {self.problem.operand(name).dim}; built are {[key for key, _ in self.gradients]}"
+            f"wrt {name!r}: gradients to this side are {no_gradients(self.problem, name.partition('_')[0])}; built of "
+            f"this call are {[key for key, _ in self.gradients]}"
         )
 
     def __str__(self) -> str:
@@ -152,7 +153,8 @@ class Plan:
         lines = [
             f"attention KL on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}"
             + (f", {counted(p.sequences, 'sequence')}" if p.sequences else "")
-            + (f", {p.divergence}" if p.divergence != Problem.divergence else ""),
+            + (f", {p.divergence}" if p.divergence != Problem.divergence else "")
+            + (f", score {p.score}" if p.score != Problem.score else ""),
             *(
                 f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
                 for name, side in (("teacher", p.teacher), ("student", p.student))
@@ -164,6 +166,7 @@ class Plan:
             *(f"  {fused}" for fused in self.fused),
             *(f"  {side}: a kernel per gradient ({why})" for side, why in self.unfused),
             *(f"  {kernel}" for _, kernel in self.gradients),
+            *(f"  {side}: no gradients ({why})" for side in SIDES if (why := no_gradients(p, side))),
         ]
         return "\n".join(lines)
 
@@ -198,6 +201,19 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     )
 
 
+def no_gradients(problem: Problem, name: str) -> str:
+    """What gradients of a side are built for, where those of this one are not; empty where they are."""
+    side, meaning = getattr(problem, name), getattr(SCORES[problem.score], name)
+    if side.dim > MAX_DIM:
+        return f"built for head dims up to {MAX_DIM} on CUDA, but the {name}'s is {side.dim}"
+    if side.dtype == "float16" and meaning.largest_slope > 1:
+        return (
+            f"built in float16 on CUDA for scores with slopes of at most 1, which keep them in its range, but those of "
+            f"{problem.score!r} reach {meaning.largest_slope:g}; bfloat16 and float32 have the range"
+        )
+    return ""
+
+
 def _without_numbers(problem: Problem) -> Problem:
     """The problem with its scales and the integers of its mask left open: what changes from step to step in a loop over
     chunks or temperatures, and decides no more than over how many blocks the keys go."""
@@ -213,10 +229,11 @@ def _without_numbers(problem: Problem) -> Problem:
 @lru_cache(maxsize=1024)
 def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     """The plan of a problem without its numbers, its keys not split."""
-    wanted = [name for name in INPUT_NAMES if problem.operand(name).dim <= MAX_DIM]
+    sides = [side for side in SIDES if not no_gradients(problem, side)]
+    wanted = [name for name in INPUT_NAMES if name.startswith(tuple(sides))]
     masked = key_bits.needed(problem)
     mask_bytes = key_bits.mask_bytes(problem) if masked else 0
-    passes = {side: _fused(Work(problem, task), facts) for side, task in FUSED.items()}
+    passes = {side: _fused(Work(problem, FUSED[side]), facts) for side in sides}
     return Plan(
         problem=problem,
         forward=_alone(Work(problem, FORWARD), facts),
@@ -224,8 +241,8 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         workspace_bytes=mask_bytes,
         key_bits=key_bits.plan(problem, facts) if masked else None,
         mask_bytes=mask_bytes,
-        fused=tuple(x for x in passes.values() if isinstance(x, FusedPlan)),
-        unfused=tuple((side, x) for side, x in passes.items() if isinstance(x, str)),
+        fused=tuple(found for found, _ in passes.values() if found is not None),
+        unfused=tuple((side, reason) for side, (found, reason) in passes.items() if found is None),
     )
 
 
@@ -252,15 +269,16 @@ def _alone(work: Work, facts: DeviceFacts) -> KernelPlan:
     return kernel.plan(work, facts, _joined(refusals))
 
 
-def _fused(work: Work, facts: DeviceFacts) -> FusedPlan | str:
-    """Both gradients of a side in one pass, where a kernel can; else why not."""
+def _fused(work: Work, facts: DeviceFacts) -> tuple[FusedPlan | None, str]:
+    """Both gradients of a side in one pass, where a kernel can, and why more capable kernels, or all, cannot."""
     kernel, refusals = _chosen(work, facts)
+    reason = _joined(refusals)
     if kernel is None:
-        return _joined(refusals)
+        return None, reason
     side = work.task.side
-    kernels = kernel.plans(work, facts, _joined(refusals))
+    kernels = kernel.plans(work, facts, reason)
     partial_bytes = max(x.schedule.partial_bytes for x in kernels)
-    return FusedPlan(side, kernels, kernel.workspace_bytes(work) + partial_bytes, (f"{side}_q", f"{side}_k"))
+    return FusedPlan(side, kernels, kernel.workspace_bytes(work) + partial_bytes, (f"{side}_q", f"{side}_k")), reason
 
 
 def _key_tiles(problem: Problem, tile: TileRow) -> int:

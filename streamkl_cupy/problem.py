@@ -120,6 +120,8 @@ class Problem:
     count all of them."""
     divergence: str = "kl"
     """By its name in the registry."""
+    score: str = "dot"
+    """The same of what dot products mean."""
 
     def operand(self, name: str) -> Operand:
         """The operand an input name such as "student_k" stands for."""

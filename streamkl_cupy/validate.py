@@ -17,8 +17,9 @@ from .arguments import a_kind_of, choice, listed, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
 from .frameworks import conversion, framework_of
 from .frameworks.base import dtype_label, known
+from .kernels.base import SIDES
 from .options import LAYOUTS, REDUCTIONS, Options
-from .planning import MAX_DIM, MAX_TEACHER_DIM
+from .planning import MAX_DIM, MAX_TEACHER_DIM, no_gradients
 from .problem import INPUT_NAMES, Operand, Problem, Side, Wrt, canonical_strides, compact_strides
 from .rules import masks as rules
 from .rules.divergences import DIVERGENCES
@@ -90,11 +91,15 @@ def saved_rows(saved: Any, teacher_lse: Any, student_lse: Any, kl: Any) -> tuple
 
 def gradients_built(problem: Problem, wrt: tuple[str, ...]) -> None:
     """Refuse gradients that no kernel computes."""
-    if problem.device.kind == "cuda" and problem.teacher.dim > MAX_DIM and any(n.startswith("teacher") for n in wrt):
-        raise NotImplementedError(
-            f"gradients to teacher_q and teacher_k are built for head dims up to {MAX_DIM} on CUDA, but the teacher's "
-            f'is {problem.teacher.dim}; built for it: wrt of "student_q" and "student_k"'
-        )
+    if problem.device.kind != "cuda":
+        return
+    lacking = {side: reason for side in SIDES if (reason := no_gradients(problem, side))}
+    for side, reason in lacking.items():
+        if any(name.startswith(side) for name in wrt):
+            rest = [name for name in INPUT_NAMES if not name.startswith(tuple(lacking))]
+            raise NotImplementedError(
+                f"gradients to {side}_q and {side}_k are {reason}; built for it: wrt of {listed(rest) or 'nothing'}"
+            )
 
 
 def one_framework(found: dict[str, str]) -> str:

@@ -14,8 +14,18 @@ from streamkl_cupy.compiler import catalogue
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.problem import Problem
 from streamkl_cupy.rules.divergences import DIVERGENCES
+from streamkl_cupy.rules.scores import SCORES
 
 pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
+
+# Each rule with the usual ones beside it.
+USUAL = (Problem.divergence, Problem.score)
+RULES = [
+    USUAL,
+    *((name, Problem.score) for name in DIVERGENCES if name != Problem.divergence),
+    *((Problem.divergence, name) for name in SCORES if name != Problem.score),
+]
+of_all_rules = pytest.mark.parametrize("divergence, score", RULES)
 
 
 def check(listed: list[catalogue.Entry]) -> None:
@@ -31,30 +41,32 @@ def check(listed: list[catalogue.Entry]) -> None:
     assert not wrong, f"{len(wrong)} of {len(listed)}:\n" + "\n".join(sorted(wrong))
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@of_all_rules
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
-def test_the_hardest_of_each_kind(arch: str, divergence: str) -> None:
-    # What masks and element types take of registers is seen with one divergence. Of the others the type whose exponents
-    # ask the divergence too, at both ends of masks, for a compile is most of what a test costs.
-    if divergence == Problem.divergence:
+def test_the_hardest_of_each_kind(arch: str, divergence: str, score: str) -> None:
+    # What masks and element types take of registers is seen with the usual rules. Of the others the type whose
+    # exponents ask the rules too, at both ends of masks, for a compile is most of what a test costs.
+    if (divergence, score) == USUAL:
         listed, _ = catalogue.entries(arch, masks=catalogue.MASK_CASES)
     else:
         narrow = [types for types in catalogue.ELEMENT_TYPES if types[:2] == ("float16", "float16")]
-        listed, _ = catalogue.entries(arch, types=narrow, masks=("none", "everything"), divergences=(divergence,))
+        listed, _ = catalogue.entries(
+            arch, types=narrow, masks=("none", "everything"), divergences=(divergence,), scores=(score,)
+        )
     check(catalogue.hardest(listed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@of_all_rules
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
-def test_every_kernel_of_the_catalogue(arch: str, divergence: str) -> None:
-    check(catalogue.entries(arch, masks=catalogue.MASK_CASES, divergences=(divergence,))[0])
+def test_every_kernel_of_the_catalogue(arch: str, divergence: str, score: str) -> None:
+    check(catalogue.entries(arch, masks=catalogue.MASK_CASES, divergences=(divergence,), scores=(score,))[0])
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@of_all_rules
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
-def test_every_problem_of_the_catalogue_has_a_plan(arch: str, divergence: str) -> None:
-    listed, refused = catalogue.entries(arch, masks=catalogue.MASK_CASES, divergences=(divergence,))
+def test_every_problem_of_the_catalogue_has_a_plan(arch: str, divergence: str, score: str) -> None:
+    listed, refused = catalogue.entries(arch, masks=catalogue.MASK_CASES, divergences=(divergence,), scores=(score,))
     assert refused == []
     constants = [dict(e.kernel.constants) for e in listed if e.kernel.tile]
     assert {(c["SKL_T_DIM"], c["SKL_S_DIM"]) for c in constants} == set(catalogue.DIMS)

@@ -16,8 +16,8 @@ from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.rules.scores import SCORES
 
-# Some names of parts are English words besides. Kernels may use those, but no part's struct.
-NAMES = sorted({*MASKS, *DIVERGENCES} - {"packed", "keys", "blocks"})
+# Some names are English words besides. Kernels may use those, but no part's struct.
+NAMES = sorted({*MASKS, *DIVERGENCES, *SCORES} - {"packed", "keys", "blocks", "dot"})
 STRUCTS = sorted(part.struct for part in MASKS.values())
 ROOT = cuda_root()
 PACKAGE = Path(__file__).parents[1] / "streamkl_cupy"
@@ -100,6 +100,13 @@ def test_divergence_is_a_pair_of_files(name: str) -> None:
     assert entry.name == name
     assert entry.header == f"divergences/{name}.cuh"
     assert (ROOT / entry.header).is_file()
+
+
+@pytest.mark.parametrize("name", sorted(SCORES))
+def test_score_is_a_pair_of_files(name: str) -> None:
+    assert SCORES[name].name == name
+    assert SCORES[name].header == f"scores/{name}.cuh"
+    assert (ROOT / SCORES[name].header).is_file()
 
 
 @pytest.mark.parametrize("name", sorted(DIVERGENCES))

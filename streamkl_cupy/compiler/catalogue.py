@@ -115,6 +115,7 @@ def problem(
     aligned: bool = True,
     extents: tuple[int, int] = EXTENTS[0],
     divergence: str = Problem.divergence,
+    score: str = Problem.score,
 ) -> Problem:
     """A problem of one batch entry with (heads, rows) and as many keys; unaligned ones cannot use 16-byte loads."""
     heads, rows = extents
@@ -137,6 +138,7 @@ def problem(
         precision=types.precision,
         sequences=SEQUENCES if packed else 0,
         divergence=divergence,
+        score=score,
     )
 
 
@@ -159,10 +161,12 @@ def entries(
     types: Iterable[ElementTypes] = ELEMENT_TYPES,
     masks: Iterable[str] = PLAIN,
     divergences: Iterable[str] = (Problem.divergence,),
+    scores: Iterable[str] = (Problem.score,),
 ) -> tuple[list[Entry], list[str]]:
     """Every distinct kernel of the list on a typical GPU of `arch`, and which problems have no kernel there, and why.
 
-    Masks are names of `MASK_CASES`; the default are the two that most calls have, and the divergence that they have.
+    Masks are names of `MASK_CASES`; the default are the two that most calls have, and the divergence and the score
+    that they have.
 
     Raises:
         ValueError: the architecture is not known.
@@ -170,18 +174,19 @@ def entries(
     facts = facts_for_arch(arch)
     found: dict[KernelPlan, Entry] = {}
     refused = []
-    chosen, hidden, asked = tuple(types), tuple(masks), tuple(divergences)
+    chosen, hidden, rules = tuple(types), tuple(masks), tuple(itertools.product(divergences, scores))
     for pair in dims:
         for types_of in chosen:
-            for mask, aligned, extents, divergence in itertools.product(hidden, (True, False), EXTENTS, asked):
+            for mask, aligned, extents, of_call in itertools.product(hidden, (True, False), EXTENTS, rules):
                 if not aligned and types_of not in UNALIGNED:
                     continue
                 if mask not in PLAIN and (not aligned or types_of not in MASKED):
                     continue
                 label = f"{pair[0]}/{pair[1]} {types_of} {mask}{'' if aligned else ' unaligned'}"
-                label += "" if divergence == Problem.divergence else f" {divergence}"
+                for rule, usual in zip(of_call, (Problem.divergence, Problem.score), strict=True):
+                    label += "" if rule == usual else f" {rule}"
                 try:
-                    plan = make_plan(problem(pair, types_of, mask, aligned, extents, divergence), facts)
+                    plan = make_plan(problem(pair, types_of, mask, aligned, extents, *of_call), facts)
                 except NotImplementedError as reason:
                     refused.append(f"{label}: {reason}")
                     continue

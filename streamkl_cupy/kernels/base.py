@@ -352,7 +352,7 @@ class Kernel(ABC, Generic[Row]):
             constants=tuple(sorted(constants.items())),
             slots=(
                 ("divergence", DIVERGENCES[problem.divergence].header),
-                ("score", SCORES["dot"].header),
+                ("score", SCORES[problem.score].header),
                 ("mask", (*(part.header for part in parts), "masks/all.cuh")),
             ),
             args=self.args,

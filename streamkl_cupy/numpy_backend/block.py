@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..concurrency.threads import Turn
 from ..problem import Side
 from ..rules.masks import Scene
+from ..rules.scores.interface import Meaning
 from .elements import narrow, widen
 from .plan import NumPyPlan
 
@@ -117,8 +118,12 @@ class Place(NamedTuple):
 class Half:
     """One of the two distributions inside one block: b batches, h query heads on hk key heads, m rows of width D."""
 
-    def __init__(self, name: str, side: Side, views: dict[str, Array], at: Block, scratch: Scratch) -> None:
-        self.name, self.scale, self.group, self.scratch = name, side.scale, side.group, scratch
+    def __init__(
+        self, name: str, side: Side, meaning: Meaning, views: dict[str, Array], at: Block, scratch: Scratch
+    ) -> None:
+        self.name, self.group, self.scratch = name, side.group, scratch
+        self.meaning, self.scale = meaning, side.scale * LOG2E
+        self.factor = meaning.factor(side.scale)
         self.key_heads = slice(at.h.start // side.group, (at.h.stop - 1) // side.group + 1)
         self._all_keys = views[f"{name}_k"][at.b, self.key_heads]
         rows = views[f"{name}_q"][at.b, at.h, at.q]
@@ -148,14 +153,26 @@ class Half:
         self.keys = k
         out = self.scratch(f"{self.name}_logits", (*self.q.shape[:3], k.shape[2]))
         np.matmul(self._fold(self.q), k.swapaxes(-1, -2), out=self._fold(out))
-        out *= self.scale * LOG2E
+        out = self.meaning.tile_logits(out, self.scale)
         if tile.visible is not None:
             np.copyto(out, -np.inf, where=~tile.visible)
+        return out
+
+    def slopes(self, logits: Array, tile: Tile) -> Array | None:
+        """What gradients of these logits are multiplied by to be those of dot products; None for 1."""
+        if self.meaning.tile_slopes is None:
+            return None
+        out = self.scratch(f"{self.name}_slopes", logits.shape)
+        self.meaning.tile_slopes(logits, self.scale, out)
+        if tile.visible is not None:
+            np.copyto(out, 0, where=~tile.visible)
         return out
 
     def _look(self, keys: Array, tile: Tile) -> None:
         """Find what the keys of the block have in common, from those of its first tile that any row sees."""
         self._looked = True
+        if not self.meaning.linear:
+            return
         if tile.visible is None:
             sample = SAMPLED_AT * keys.shape[2] >> 32
         else:
@@ -166,7 +183,7 @@ class Half:
         self.common = common_part(keys[:, :, sample])
         if self.common is not None:
             rows = np.matmul(self._fold(self.q), self.common.swapaxes(-1, -2))
-            self.offset = self.scale * LOG2E * rows.reshape(self.q.shape[:3])
+            self.offset = self.meaning.tile_logits(rows.reshape(self.q.shape[:3]), self.scale)
 
     def clean(self, d_logits: Array, tile: Tile) -> None:
         """Keep NaN and Inf of the inputs where they belong before `d_logits` meets the inputs again.

@@ -11,6 +11,7 @@ from ..concurrency import threads
 from ..problem import Problem, counted
 from ..rules.divergences import DIVERGENCES
 from ..rules.masks import differs_by_entry, parts_of
+from ..rules.scores import SCORES
 
 # Measured at N = 4096, D = 64, float32 on one Zen 4 core: 79 ms for the forward with 1024 x 512, 83 with 512 x 512, 88
 # with 256 x 512 and 96 with 128 x 512. Taller still would waste work under a causal mask, where a block computes about
@@ -92,8 +93,14 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
 def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
     """Elements of each buffer that a block of `heads` heads, all batch entries counted, needs at most."""
     sizes = dict.fromkeys(DIVERGENCES[problem.divergence].tile_buffers, heads * m * n)
-    for name, dim in (("teacher", problem.teacher.dim), ("student", problem.student.dim)):
+    score = SCORES[problem.score]
+    for name, dim, meaning in (
+        ("teacher", problem.teacher.dim, score.teacher),
+        ("student", problem.student.dim, score.student),
+    ):
         sizes[f"{name}_logits"] = heads * m * n
+        if meaning.tile_slopes is not None:
+            sizes[f"{name}_slopes"] = heads * m * n
         sizes[f"{name}_q"] = sizes[f"{name}_qw"] = heads * m * dim
         sizes[f"{name}_k"] = heads * n * dim
     sizes["product"] = heads * max(m, n) * max(problem.teacher.dim, problem.student.dim)

@@ -5,8 +5,8 @@ matrix ever exists. Per tile the work is two BLAS products and about ten in-plac
 (the factor log2(e) rides on the scale), because exp2 is the cheapest exponential NumPy has. The scale is applied to the
 products, not to the queries: products of 16-bit numbers are exact in float32, those of scaled ones are not.
 
-What is summed of a row's logits, and what their derivatives are, the divergence says (`rules/divergences/`); which keys
-a row sees, the parts of the mask (`rules/masks/`).
+What a dot product means, the score says (`rules/scores/`); what is summed of a row's logits, and what their derivatives
+are, the divergence (`rules/divergences/`); which keys a row sees, the parts of the mask (`rules/masks/`).
 
 A vector added to all keys of a head changes no probability, but it is rounded with every logit, and a query gradient
 gets it as often as its logit gradients fail to add up to 0. Where keys share a large part, `common_part` finds it and
@@ -36,6 +36,7 @@ from ..concurrency.threads import Team, Turn
 from ..problem import INPUT_NAMES, Problem
 from ..rules import masks as rules
 from ..rules.divergences import DIVERGENCES
+from ..rules.scores import SCORES
 from .block import LOG2E, Array, Block, Half, Place, Scratch, Tile, Totals, canonical, rows_at, slices
 from .elements import narrow
 from .plan import LEAST_SHARED_PRODUCT, NumPyPlan, head_group, make_plan, threads_for
@@ -107,6 +108,7 @@ class Runner:
         self._plans: dict[int, NumPyPlan] = {}
         self._dtype = np.dtype(problem.stat_dtype)
         self._divergence = DIVERGENCES[problem.divergence]
+        self._meanings = SCORES[problem.score].sides
         self._mask = rules.parts_of(problem.mask)
         self._scores = problem.batch * problem.heads * problem.queries * problem.keys
 
@@ -294,8 +296,11 @@ class Runner:
             yield Tile(keys, None if visible.all() else visible)
 
     def _halves(self, views: dict[str, Array], at: Block, scratch: Scratch) -> tuple[Half, Half]:
-        p = self.problem
-        return Half("teacher", p.teacher, views, at, scratch), Half("student", p.student, views, at, scratch)
+        p, (teacher, student) = self.problem, self._meanings
+        return (
+            Half("teacher", p.teacher, teacher, views, at, scratch),
+            Half("student", p.student, student, views, at, scratch),
+        )
 
     def _block_forward(
         self, views: dict[str, Array], place: Place, at: Block, scratch: Scratch, team: Team[Any]
@@ -321,10 +326,10 @@ class Runner:
         # -inf marks a row without keys: not a number to subtract, and the row weighs nothing whatever memory holds.
         empty = np.isneginf(saved["teacher_lse"])
         lses: list[Array] = []
-        # Upstream gradient, scale and factor weigh whole rows, so they multiply the m x D side of each product, not the
+        # Upstream gradient and both factors weigh whole rows, so they multiply the m x D side of each product, not the
         # m x n one.
         weight = {
-            half.name: np.where(empty, 0, saved["grad"]) * half.scale * factor
+            half.name: np.where(empty, 0, saved["grad"]) * half.factor * factor
             for half, factor in zip(halves, divergence.factors, strict=True)
         }
         dq = {half.name: np.zeros(half.q.shape, self._dtype) for half in halves if f"{half.name}_q" in grads}
@@ -332,6 +337,10 @@ class Runner:
         for tile in self._tiles(place, at):
             team.pause()
             x, y = (half.logits(tile) for half in halves)
+            slopes = [
+                half.slopes(logits, tile) if want else None
+                for half, logits, want in zip(halves, (x, y), wanted, strict=True)
+            ]
             # What the logits lack is known with the first tile.
             lses = lses or [
                 np.where(empty, 0, saved[f"{half.name}_lse"] * LOG2E - half.offset)[..., None] for half in halves
@@ -339,9 +348,11 @@ class Runner:
             x -= lses[0]
             y -= lses[1]
             both = divergence.tile_gradients(x, y, value, wanted, tile.visible, scratch)
-            for half, d_logits in zip(halves, both, strict=True):
+            for half, d_logits, slope in zip(halves, both, slopes, strict=True):
                 if d_logits is None:
                     continue
+                if slope is not None:
+                    d_logits *= slope
                 half.clean(d_logits, tile)
                 if half.name in dq:
                     half.add_dq(dq[half.name], d_logits)

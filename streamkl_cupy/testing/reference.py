@@ -1,4 +1,4 @@
-"""The definition in dense float64 NumPy: rows, log-sum-exps and all four gradients, for every mask and divergence.
+"""The definition in dense float64 NumPy: rows, log-sum-exps and all four gradients, for every mask and rule.
 
 Nothing here is fast or small: one head's M x N matrices exist in float64. Inputs are taken as they are, already rounded
 to their own type, and widened without error. `plain` is the other yardstick: the same formulas in the precision a
@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..numpy_backend.elements import narrow, widen
 from ..rules.divergences import DIVERGENCES
 from ..rules.divergences.interface import log_sum_exp, terms_of
+from ..rules.scores import SCORES
 
 if TYPE_CHECKING:
     from ..patterns import BlockPattern
@@ -32,7 +33,7 @@ class Rows(NamedTuple):
     teacher_lse: Array
     student_lse: Array
     largest: Array
-    """Largest scale x sum |q_d k_d| behind a visible logit of the row, of either side."""
+    """Largest size behind a visible logit of the row, of either side; of a scaled product scale x sum |q_d k_d|."""
     condition: Array
     """How much KL moves when every product behind every logit moves by its own size: on hard data logits cannot be
     had better than to a rounding of those, and this times that rounding is what any method is off by."""
@@ -134,7 +135,7 @@ def backward(
         weight = np.where(visible.any(axis=-1), upstream[index], 0)[:, None]
         with np.errstate(invalid="ignore", over="ignore"):
             for side, half, d, size, key in zip((0, 2), (teacher, student), signed, terms, keys, strict=True):
-                d, size = (np.where(visible, weight * half.scale * x, 0) for x in (d, size))
+                d, size = (np.where(visible, weight * (half.factor * half.slopes) * x, 0) for x in (d, size))
                 for into, dx, q, k in (
                     (value, d, half.q, half.k),
                     (magnitude, np.abs(size), np.abs(half.q), np.abs(half.k)),
@@ -240,9 +241,9 @@ def plain(
         rows[index] = entry.row_values(fresh)
         d_logits = entry.row_gradients(again, rows[index][:, None])
         for side, half, d, key, dtype in zip((0, 2), (teacher, student), d_logits, keys, dtypes, strict=True):
-            d = rounded(upstream[index][:, None] * d, dtype)
-            value[side][index] = half.scale * (d @ half.k)
-            value[side + 1][key] += half.scale * (d.T @ half.q)
+            d = rounded(upstream[index][:, None] * np.where(visible, d * half.slopes, 0), dtype)
+            value[side][index] = half.factor * (d @ half.k)
+            value[side + 1][key] += half.factor * (d.T @ half.q)
     types = (dtypes[0], dtypes[0], dtypes[1], dtypes[1])
     grads = call.callers_inputs(value)
     return call.callers_rows(rows), Grads(*(rounded(x, dtype) for x, dtype in zip(grads, types, strict=True)))
@@ -268,10 +269,12 @@ class _Half(NamedTuple):
 
     q: Array
     k: Array
-    scale: float
     logits: Array
+    factor: float
+    slopes: Array | float
+    """With the factor: derivatives of the logits by their dot products."""
     sizes: Array
-    """|scale| sum |q_d k_d| of each logit."""
+    """How far each logit moves when every product behind it moves by its own size, and not less than itself."""
 
 
 def _finite_rows(x: Array) -> Array:
@@ -287,6 +290,7 @@ class _Call:
         *,
         teacher_scale: float | None = None,
         student_scale: float | None = None,
+        score: str = "dot",
         layout: str = "bhnd",
         **mask: Any,
     ) -> None:
@@ -301,6 +305,7 @@ class _Call:
         self._scales = tuple(
             1 / math.sqrt(dim) if scale is None else float(scale) for scale, dim in zip(given, dims, strict=True)
         )
+        self._meanings = SCORES[score].sides
         shape = (*self.row_shape, self._shapes[1][2])
         self.visible = np.broadcast_to(visible(*shape, **mask), shape)
 
@@ -332,12 +337,14 @@ class _Call:
         for b in range(batch):
             for h in range(heads):
                 keys, halves = [], []
-                for side, scale in zip((0, 2), self._scales, strict=True):
+                for side, scale, meaning in zip((0, 2), self._scales, self._meanings, strict=True):
                     key = b, h * self._shapes[side + 1][1] // heads
                     q, k = self._inputs[side][b, h].astype(dtype), self._inputs[side + 1][key].astype(dtype)
                     with np.errstate(invalid="ignore", over="ignore"):
-                        logits = (q @ k.T) * np.asarray(scale, dtype)
-                        sizes = np.abs(q) @ np.abs(k).T * abs(scale)
+                        dots = q @ k.T
+                        logits, slopes = meaning.pair_logits(dots, scale), meaning.pair_slopes(dots, scale)
+                        factor = meaning.factor(scale)
+                        sizes = np.maximum(np.abs(factor * slopes) * (np.abs(q) @ np.abs(k).T), np.abs(logits))
                     keys.append(key)
-                    halves.append(_Half(_finite_rows(q), _finite_rows(k), scale, logits, sizes))
+                    halves.append(_Half(_finite_rows(q), _finite_rows(k), logits, factor, slopes, sizes))
                 yield (b, h), keys, halves[0], halves[1]
