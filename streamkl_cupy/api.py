@@ -16,7 +16,7 @@ from .arrays import ArrayView, RowStats, Saved
 from .call import ATTENTION_KL, OPS, Call, Ready, runner_for
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS
-from .options import REDUCTIONS, Layout, Precision, Reduction
+from .options import REDUCTIONS, Layout, LossOptions, Precision, Reduction
 from .problem import INPUT_NAMES, STUDENT, Device, Problem, Wrt
 from .results import A, KLForward, KLForwardMass, KLGradients
 from .rules import reductions
@@ -115,23 +115,17 @@ def _outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:
     return outside_programs(run, *args, **own)
 
 
-def _loss(
-    operands: tuple[Any, ...],
-    given: dict[str, Any],
-    row_weight: Any,
-    reduction: str,
-    return_lse: bool,
-    dense_teacher_lse: Any,
-) -> Any:
-    student_q = operands[2]
+def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
+    asked, student_q = LossOptions(**own), operands[2]
     if any(kind.__module__.partition(".")[0] == "torch" for kind in type(student_q).__mro__):
         # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
         # and parameters live in modules of their own, so all ancestors are asked.
         from .torch import loss
 
-        return loss(operands, given, row_weight, reduction, return_lse, dense_teacher_lse)
+        return loss(operands, given, asked)
     call = Call.of(ATTENTION_KL, operands, given)
-    validate.loss(reduction, return_lse, dense_teacher_lse)
+    validate.loss(asked)
+    row_weight = asked.row_weight
     framework = frameworks.framework_of("student_q", student_q)
     door = FRAMEWORKS[framework].door()
     if row_weight is not None or door is not None:
@@ -140,20 +134,20 @@ def _loss(
             found["row_weight"] = validate.weight_framework(row_weight, framework)
         validate.one_framework(found)
     if door is not None:
-        return door.loss(call, row_weight, reduction, return_lse, dense_teacher_lse)
+        return door.loss(call, asked)
     ready = call.ready()
     like = ready.inputs.student_q
     weight = None if row_weight is None else validate.row_weight(row_weight, ready.checked.row_shape, like)
     if like.framework not in frameworks.OWN:
         named = zip((*INPUT_NAMES, "row_weight"), (*operands, row_weight), strict=True)
         FRAMEWORKS[framework].check_no_gradient_wanted((name, x) for name, x in named if x is not None)
-    dense = _dense_rows(dense_teacher_lse, ready)
+    dense = _dense_rows(asked.dense_teacher_lse, ready)
     stats = ready.forward()
     kl, teacher_lse, student_lse = (view.array for view in stats)
-    if weight is not None or reduction != "none":
+    if weight is not None or asked.reduction != "none":
         with frameworks.on_device(like):
-            kl = reductions.reduce_rows(frameworks.namespace(like), kl, teacher_lse, weight, reduction)
-    if not return_lse:
+            kl = reductions.reduce_rows(frameworks.namespace(like), kl, teacher_lse, weight, asked.reduction)
+    if not asked.return_lse:
         return frameworks.given_back(like, student_q, kl)
     rows = _with_mass(like, KLForward(kl, teacher_lse, student_lse), stats, dense)
     return frameworks.given_back(like, student_q, rows)
@@ -226,8 +220,9 @@ def _value_and_grad(
     stats = ready.forward()
     xp = frameworks.namespace(like)
     with frameworks.on_device(like):
-        value = reductions.reduce_rows(xp, stats.kl.array, stats.teacher_lse.array, row_weight, reduction)
-        grad = reductions.row_gradient(xp, stats.teacher_lse.array, row_weight, reduction)
+        lse = None if ready.checked.every_row_sees else stats.teacher_lse.array
+        value, share = reductions.value_and_gradient(xp, stats.kl.array, lse, row_weight, reduction)
+        grad = reductions.spread(xp, value, share, ready.checked.row_shape)
     saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
     grads = KLGradients(*ready.backward(saved, wrt))
     give = functools.partial(frameworks.given_back, like, operands[2])

@@ -18,6 +18,7 @@ from .frameworks.base import FRAMEWORKS
 from .frameworks.cupy import cupy_module
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
 from .problem import INPUT_NAMES, STUDENT, Device, Problem
+from .rules.masks import every_row_sees
 from .runner import Runner
 
 
@@ -70,6 +71,8 @@ class Checked(NamedTuple):
     row_shape: tuple[int, ...]
     stat_dtype: str
     workspace_bytes: int
+    every_row_sees: bool
+    """Whether each row is known to see a key."""
 
 
 class Ready(NamedTuple):
@@ -153,7 +156,9 @@ def prepare(inputs: Inputs, options: Options, masks: MaskArrays | None = None) -
         problem = validate.to_problem(inputs, options._replace(deterministic=deterministic), masks)
         hints.look(inputs, options, problem)
         runner = runner_for(problem)
-        checked = Checked(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
+        checked = Checked(
+            runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes, every_row_sees(problem)
+        )
         _remember(_checked, key, checked, problem)
     return checked
 

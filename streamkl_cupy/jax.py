@@ -26,7 +26,7 @@ from .api import attention_kl_backward, attention_kl_forward, attention_kl_value
 from .call import ATTENTION_KL, Call, prepare, runner_for
 from .frameworks.dlpack import pointer_of
 from .frameworks.jax import xla_deterministic
-from .options import MASK_ARRAYS, Options
+from .options import MASK_ARRAYS, LossOptions, Options
 from .problem import INPUT_NAMES, Device, Problem, compact_strides
 from .results import KLForward, KLForwardMass, KLGradients
 from .rules import masks as rules
@@ -68,17 +68,10 @@ def _config(call: Call) -> _Config:
     return _Config(options, _platform(call.operands[0]))
 
 
-def _loss(
-    operands: tuple[Any, ...],
-    given: dict[str, Any],
-    row_weight: Any,
-    reduction: str,
-    return_lse: bool,
-    dense_teacher_lse: Any,
-) -> Any:
-    call = Call.of(ATTENTION_KL, operands, given)
-    validate.loss(reduction, return_lse, dense_teacher_lse)
-    return loss(call, row_weight, reduction, return_lse, dense_teacher_lse)
+def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
+    call, asked = Call.of(ATTENTION_KL, operands, given), LossOptions(**own)
+    validate.loss(asked)
+    return loss(call, asked)
 
 
 @public(_loss)
@@ -131,7 +124,7 @@ def attention_kl(
     """
 
 
-def loss(call: Call, row_weight: Any, reduction: str, return_lse: bool, dense_teacher_lse: Any) -> Any:
+def loss(call: Call, asked: LossOptions) -> Any:
     """`attention_kl` of a call with JAX arrays, its other arguments checked."""
     _check_inputs(call)
     config = _config(call)
@@ -140,12 +133,12 @@ def loss(call: Call, row_weight: Any, reduction: str, return_lse: bool, dense_te
     # function does: what is written into that is gone with it.
     entry = _value if config.options.block_mask is not None and _staged() else _attention_kl
     try:
-        rows = entry(call.operands, call.masks, row_weight, config=config, reduction=reduction)
+        rows = entry(call.operands, call.masks, asked.row_weight, config=config, reduction=asked.reduction)
     except TypeError as error:
         if "custom_vjp" not in str(error):
             raise
         raise TypeError(_NO_FORWARD_MODE) from error
-    return _with_mass(rows, dense_teacher_lse) if return_lse else rows.kl
+    return _with_mass(rows, asked.dense_teacher_lse) if asked.return_lse else rows.kl
 
 
 # The explicit functions, of calls whose arrays have been read: none is a tracer.
@@ -219,8 +212,8 @@ def _value_and_grad(
 ) -> tuple[Any, dict[str, Any]]:
     kl, teacher_lse, student_lse = _forward(config, inputs, masks)
     _check_weight(row_weight, kl)
-    value = reductions.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
-    row_grad = reductions.row_gradient(jnp, teacher_lse, row_weight, reduction)
+    value, share = reductions.value_and_gradient(jnp, kl, teacher_lse, row_weight, reduction)
+    row_grad = reductions.spread(jnp, value, share, kl.shape)
     return value, _backward(config, wrt, inputs, masks, (row_grad, teacher_lse, student_lse, kl))
 
 

@@ -141,6 +141,15 @@ class Options(NamedTuple):
     ] = None
 
 
+class LossOptions(NamedTuple):
+    """What `attention_kl` has beside these: what becomes of its rows."""
+
+    row_weight: Any = None
+    reduction: str = "none"
+    return_lse: bool = False
+    dense_teacher_lse: Any = None
+
+
 # By name: the rows of `Options`, and the dtypes of the arrays that masks read.
 TABLE: Final[dict[str, Row]] = {name: kind.__metadata__[0] for name, kind in Options.__annotations__.items()}
 MASK_ARRAYS: Final = {name: array.dtype for name, array in ARRAYS.items()}

@@ -1,10 +1,12 @@
 """PyTorch: ``attention_kl`` under autograd, ``torch.func``, ``torch.compile`` and CUDA-graph capture.
 
 Two opaque custom operators launch the kernels, and know their derivative: tracers see one node each, may find one
-tensor in several places, and let numbers and patterns change from call to call. Where nothing traces, an
-``autograd.Function`` does the same at less cost, and under ``torch.func``, which an operator's derivative does not
-support. Either way the backward cannot be differentiated again and says so, because a silently missing second-order
-term is worse than an error. A forward that nothing traces, transforms or differentiates skips all of this.
+tensor in several places, and let numbers and patterns change from call to call. ``torch.func`` does not support the
+derivative of an operator, so an ``autograd.Function`` around them, ``_AttentionKL``, is what it takes. Where nothing
+but autograd looks on, ``_Step`` launches without the dispatcher and has the reduction inside; its backward goes the
+long way again where somebody looks on by then. In all of them the backward cannot be differentiated again and says so,
+because a silently missing second-order term is worse than an error. A forward that nothing differentiates either skips
+all of this.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .advice.signatures import public
 from .arguments import a_kind_of
 from .arrays import RowStats, Saved
 from .call import ATTENTION_KL, Call
-from .options import MASK_ARRAYS, NO_MASKS, TABLE, Options
+from .options import MASK_ARRAYS, NO_MASKS, TABLE, LossOptions, Options
 from .problem import INPUT_NAMES
 from .results import KLForward, KLForwardMass
 from .rules import masks as rules
@@ -45,19 +47,12 @@ _NO_FORWARD_MODE = (
 )
 
 
-def loss(
-    inputs: tuple[Any, ...],
-    given: dict[str, Any],
-    row_weight: Any,
-    reduction: str,
-    return_lse: bool,
-    dense_teacher_lse: Any,
-) -> Any:
+def loss(inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOptions) -> Any:
     """`attention_kl` of arrays and options by name."""
     for name, x in zip(INPUT_NAMES, inputs):
         if not isinstance(x, Tensor):
             raise validate.not_of("torch", name, x)
-    validate.loss(reduction, return_lse, dense_teacher_lse)
+    validate.loss(asked)
     traced = _traced()
     call = Call.of(ATTENTION_KL, inputs, given, symbols=traced)
     masks = call.masks
@@ -65,9 +60,9 @@ def loss(
         for name, x in zip(MASK_ARRAYS, masks):
             if x is not None and not isinstance(x, Tensor):
                 raise frameworks.no_mask_array(name, x, "torch")
-    if not traced and _plain(inputs) and _plain_masks(masks):
-        kl, teacher_lse, student_lse = (view.array for view in call.ready().forward())
-    elif traced:
+    if not traced and _unwatched((*inputs, *masks)):
+        return _launched(call, asked)
+    if traced:
         dynamo = torch.compiler.is_dynamo_compiling()
         kl, teacher_lse, student_lse = _in_graph(dynamo, *inputs, *masks, *_with_key(call.options))
     else:
@@ -75,22 +70,63 @@ def loss(
             if type(x) is not Tensor and x is not None:
                 _refuse_distributed(name, x)
         kl, teacher_lse, student_lse = _AttentionKL.apply(*inputs, *masks, call.options, None)  # type: ignore[no-untyped-call]
-    if row_weight is not None:
-        _check_given("row_weight", row_weight, kl)
-        validate.weights(row_weight, kl.shape)
-    value = reductions.reduce_rows(torch, kl, teacher_lse, row_weight, reduction)
-    if dense_teacher_lse is None:
-        return KLForward(value, teacher_lse, student_lse) if return_lse else value
-    _check_given("dense_teacher_lse", dense_teacher_lse, kl)
-    validate.one_per_row("dense_teacher_lse", dense_teacher_lse, kl.shape, kl.dtype)
-    dense = dense_teacher_lse.detach()
-    if not traced and teacher_lse.device.type == "cpu" and _plain((teacher_lse, dense)):
+    return _reduced(kl, teacher_lse, student_lse, asked)
+
+
+def _launched(call: Call, asked: LossOptions) -> Any:
+    """The same where nothing but autograd looks on."""
+    ready, weight = call.ready(), asked.row_weight
+    like = call.operands[2]
+    if weight is not None:
+        _check_weight(weight, like, ready.checked.row_shape)
+    recording = torch.is_grad_enabled()
+    if not recording or not any(x.requires_grad for x in call.operands):
+        kl, teacher_lse, student_lse = [view.array for view in ready.forward()]
+        return _reduced(kl, teacher_lse, student_lse, asked)
+    # Weights that are differentiated too, or looked on, are torch's own matter.
+    apart = weight is not None and ((recording and weight.requires_grad) or not _unwatched((weight,)))
+    inside = LossOptions(return_lse=True) if apart else asked
+    found: Any = _Step.apply(*call.operands, ready, call, inside)  # type: ignore[no-untyped-call]
+    if apart:
+        kl, teacher_lse, student_lse = found
+        return _reduced(kl, teacher_lse, student_lse, asked)
+    if not asked.return_lse:
+        return found
+    value, teacher_lse, student_lse = found
+    return _results(value, teacher_lse, student_lse, asked)
+
+
+def _reduced(kl: Tensor, teacher_lse: Tensor, student_lse: Tensor, asked: LossOptions) -> Any:
+    """What was asked for of the rows, by torch's own functions."""
+    weight = asked.row_weight
+    if weight is not None:
+        _check_weight(weight, kl, kl.shape)
+    value = reductions.reduce_rows(torch, kl, teacher_lse, weight, asked.reduction)
+    return _results(value, teacher_lse, student_lse, asked) if asked.return_lse else value
+
+
+def _results(value: Tensor, teacher_lse: Tensor, student_lse: Tensor, asked: LossOptions) -> KLForward | KLForwardMass:
+    dense: Any = asked.dense_teacher_lse
+    if dense is None:
+        return KLForward(value, teacher_lse, student_lse)
+    _check_given("dense_teacher_lse", dense, teacher_lse)
+    validate.one_per_row("dense_teacher_lse", dense, teacher_lse.shape, teacher_lse.dtype)
+    dense = dense.detach()
+    if not _traced() and teacher_lse.device.type == "cpu" and _unwatched((teacher_lse, dense)):
         validate.dense_lse(teacher_lse.numpy(), dense.numpy(force=True))
-    mass = reductions.teacher_mass(torch, teacher_lse, dense)
-    return KLForwardMass(value, teacher_lse, student_lse, mass)
+    return KLForwardMass(value, teacher_lse, student_lse, reductions.teacher_mass(torch, teacher_lse, dense))
 
 
-@public(loss)
+def _check_weight(weight: Any, rows: Tensor, row_shape: Sequence[int]) -> None:
+    _check_given("row_weight", weight, rows)
+    validate.weights(weight, row_shape)  # type: ignore[arg-type]
+
+
+def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
+    return loss(operands, given, LossOptions(**own))
+
+
+@public(_loss)
 def attention_kl(
     teacher_q: Tensor,
     teacher_k: Tensor,
@@ -214,22 +250,28 @@ _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambd
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
+def _unwatched(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether nothing transforms or traces a call with these, so that it may skip the dispatcher; autograd may."""
+    if _transforms_active() or _dispatch_modes() or getattr(forward_ad, "_current_level", 0) >= 0:
+        return False
+    return _KINDS.issuperset(map(type, tensors))
+
+
+_KINDS = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
 def _plain(inputs: Sequence[Tensor]) -> bool:
-    """Whether nothing differentiates, transforms or traces this call, so that it may skip the dispatcher."""
-    if _transforms_active() or _dispatch_modes():
-        return False
-    if getattr(forward_ad, "_current_level", 0) >= 0:
-        return False
-    recording = torch.is_grad_enabled()
-    for x in inputs:
-        if (type(x) is not Tensor and type(x) is not torch.nn.Parameter) or (recording and x.requires_grad):
-            return False
-    return True
+    """The same, and nothing differentiates it."""
+    return _unwatched(inputs) and not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
 
 
-def _plain_masks(masks: tuple[Tensor | None, ...]) -> bool:
-    """The same of what masks read, which nothing differentiates by."""
-    return masks is NO_MASKS or all(x is None or type(x) is Tensor for x in masks)
+def _as_it_lies(grad: Tensor) -> bool:
+    """Whether a gradient from above is what its memory holds: is_grads_batched hands over tensors that nothing else
+    tells from others, and some have a bit that stands for a sign or for zeros."""
+    return not (_legacy_batched(grad) or grad.is_neg() or grad._is_zerotensor())
+
+
+_legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: True)
 
 
 # Where the arguments of the operators begin that are not inputs: arrays of masks, options, and what is beyond them. In
@@ -295,17 +337,85 @@ def _differentiate(ctx: Any, grad: Tensor | None, backward: Any) -> tuple[Tensor
     return (*(g if w else None for g, w in zip(grads, wanted)), *nothing[_MASKS:])
 
 
+@functools.lru_cache(maxsize=16)
+def _names(wanted: tuple[bool, ...]) -> tuple[str, ...]:
+    return tuple(name for name, w in zip(INPUT_NAMES, wanted) if w)
+
+
 @functools.lru_cache(maxsize=256)
 def _reads_value(divergence: str, wanted: tuple[bool, ...]) -> bool:
-    return bool(validate.reads_value(divergence, tuple(name for name, w in zip(INPUT_NAMES, wanted) if w)))
+    return bool(validate.reads_value(divergence, _names(wanted)))
+
+
+def _saved(
+    grad: Tensor, teacher_lse: Tensor, student_lse: Tensor, kl: Tensor | None, row_shape: tuple[int, ...]
+) -> Saved:
+    """What a backward reads of each row; a gradient without axes is that of every row."""
+    view = frameworks.describe("grad", grad)
+    if not view.shape:
+        view = view._replace(shape=row_shape, strides=(0,) * len(row_shape))
+    return Saved(
+        view,
+        frameworks.describe("teacher_lse", teacher_lse),
+        frameworks.describe("student_lse", student_lse),
+        None if kl is None else frameworks.describe("kl", kl),
+    )
 
 
 def _refuse_second_order(ctx: Any, *grads: Any) -> NoReturn:
     raise NotImplementedError(_NO_SECOND_ORDER)
 
 
+class _Step(torch.autograd.Function):
+    """The forward, its reduction and their first-order gradient, where nothing but autograd looks on.
+
+    Of old style, with one method for the forward: torch binds signatures for the other at every call.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        *inputs, ready, call, asked = args
+        kl, teacher_lse, student_lse = [view.array for view in ready.forward()]
+        lse = None if ready.checked.every_row_sees else teacher_lse
+        value, share = reductions.value_and_gradient(torch, kl, lse, asked.row_weight, asked.reduction)
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.share = call.options, share if isinstance(share, float) else None
+        ctx.save_for_backward(
+            teacher_lse,
+            student_lse,
+            # Where no gradient reads kl, the caller may scale it in place.
+            kl if _reads_value(call.options.divergence, ctx.needs_input_grad[:_MASKS]) else None,
+            share if ctx.share is None else None,
+            *inputs,
+            *(() if call.masks is NO_MASKS else call.masks),
+        )
+        if not asked.return_lse:
+            return value
+        ctx.mark_non_differentiable(teacher_lse, student_lse)
+        return value, teacher_lse, student_lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_lse_grads: None) -> tuple[Tensor | None, ...]:
+        nothing = (None,) * len(ctx.needs_input_grad)
+        if grad is None:
+            return nothing
+        teacher_lse, student_lse, kl, share, *arrays = ctx.saved_tensors
+        share = share if ctx.share is None else ctx.share
+        rows = (grad if share is None else grad * share, teacher_lse, student_lse, kl)
+        inputs, masks = tuple(arrays[:_MASKS]), tuple(arrays[_MASKS:]) or NO_MASKS
+        wanted = ctx.needs_input_grad[:_MASKS]
+        if torch.is_grad_enabled() or not (_unwatched((*rows, *arrays)) and _as_it_lies(rows[0])):
+            whole = rows[0].expand(teacher_lse.shape)
+            grads = _AttentionKLBackward.apply(whole, *rows[1:], list(wanted), *inputs, *masks, ctx.options, None)  # type: ignore[no-untyped-call]
+            return (*(g if w else None for g, w in zip(grads, wanted)), *nothing[_MASKS:])
+        ready = Call(ATTENTION_KL, inputs, ctx.options, masks).ready()
+        wrt = _names(wanted)
+        validate.gradients_built(ready.checked.problem, wrt)
+        return (*ready.backward(_saved(*rows, ready.checked.row_shape), wrt), *nothing[_MASKS:])
+
+
 class _AttentionKL(torch.autograd.Function):
-    """The forward with its first-order gradient, where nothing traces."""
+    """The forward with its first-order gradient, as transforms take it."""
 
     generate_vmap_rule = True
 
@@ -375,16 +485,11 @@ def _launch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 def _launch_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the wanted inputs; of the others an empty tensor, as batching fallbacks want a fixed count."""
     grad, teacher_lse, student_lse, kl, wanted = args[:_SAVED]
-    wrt = tuple(name for name, w in zip(INPUT_NAMES, wanted) if w)
+    wrt = _names(tuple(wanted))
     call = _unpacked(args[_SAVED:])
     ready = call.ready()
     validate.gradients_built(ready.checked.problem, wrt)
-    saved = Saved(
-        frameworks.describe("grad", grad),
-        frameworks.describe("teacher_lse", teacher_lse),
-        frameworks.describe("student_lse", student_lse),
-        None if kl is None else frameworks.describe("kl", kl),
-    )
+    saved = _saved(grad, teacher_lse, student_lse, kl, ready.checked.row_shape)
     a, b, c, d = (call.operands[2].new_empty(0) if g is None else g for g in ready.backward(saved, wrt))
     return a, b, c, d
 

@@ -18,7 +18,7 @@ from .arrays import ArrayView, Inputs, MaskArrays
 from .frameworks import conversion, framework_of
 from .frameworks.base import dtype_label, known
 from .kernels.base import SIDES
-from .options import LAYOUTS, REDUCTIONS, Options
+from .options import LAYOUTS, REDUCTIONS, LossOptions, Options
 from .planning import MAX_DIM, MAX_TEACHER_DIM, no_gradients
 from .problem import INPUT_NAMES, Operand, Problem, Side, Wrt, canonical_strides, compact_strides
 from .rules import masks as rules
@@ -240,11 +240,11 @@ def same_device(first: str, here: Any, name: str, there: Any) -> None:
         )
 
 
-def loss(reduction: Any, return_lse: bool, dense_teacher_lse: Any) -> None:
+def loss(asked: LossOptions) -> None:
     """Check how row values are to be reduced, and what is asked for beside them."""
-    if reduction != "none":
-        choice("reduction", reduction, REDUCTIONS)
-    if dense_teacher_lse is not None and not return_lse:
+    if asked.reduction != "none":
+        choice("reduction", asked.reduction, REDUCTIONS)
+    if asked.dense_teacher_lse is not None and not asked.return_lse:
         raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import importlib
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import call, patterns
+from streamkl_cupy import call, frameworks, patterns
 from streamkl_cupy.options import Options
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
@@ -84,6 +85,179 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     monkeypatch.setattr(runner, "forward", spy_forward)
     monkeypatch.setattr(runner, "backward", spy_backward)
     return seen
+
+
+# The short way, of steps that nothing but autograd looks on, and the ways back from it
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    """Sees every operation, and changes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which operators the backward went through; none on the short way."""
+    seen: list[str] = []
+    real = front._backward_op
+    monkeypatch.setattr(front, "_backward_op", lambda *args: seen.append("backward") or real(*args))
+    return seen
+
+
+def plainly(value: Any, leaf: Any, upstream: Any) -> Any:
+    return torch.autograd.grad(value, leaf, upstream)[0]
+
+
+def recorded(value: Any, leaf: Any, upstream: Any) -> Any:
+    return torch.autograd.grad(value, leaf, upstream, create_graph=True)[0]
+
+
+def batched(value: Any, leaf: Any, upstream: Any) -> Any:
+    both = torch.stack([upstream, 2 * upstream])
+    one, two = torch.autograd.grad(value, leaf, both, is_grads_batched=True)[0]
+    close(two, 2 * wide(one))
+    return one
+
+
+def watched(value: Any, leaf: Any, upstream: Any) -> Any:
+    with Mode() as mode:
+        found = plainly(value, leaf, upstream)
+    assert any("attention_kl_backward" in name for name in mode.seen)
+    return found
+
+
+def negated(value: Any, leaf: Any, upstream: Any) -> Any:
+    """A gradient whose memory holds the opposite sign."""
+    return plainly(value, leaf, torch._neg_view(-upstream))
+
+
+def of_no_memory(value: Any, leaf: Any, upstream: Any) -> Any:
+    zero = plainly(value, leaf, torch._efficientzerotensor(upstream.shape, device=upstream.device))
+    assert not zero.any()
+    return torch.zeros_like(zero)
+
+
+def in_anomaly_mode(value: Any, leaf: Any, upstream: Any) -> Any:
+    with torch.autograd.detect_anomaly(check_nan=False):
+        return plainly(value, leaf, upstream)
+
+
+def in_a_thread(value: Any, leaf: Any, upstream: Any) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(plainly, value, leaf, upstream).result()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    "way, long",
+    [
+        (plainly, False), (recorded, True), (batched, True), (watched, True), (negated, None), (of_no_memory, None),
+        (in_anomaly_mode, False), (in_a_thread, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("options", ["plain", "window", "keys", "weights", "weights and keys", "own weights"])
+def test_backward_takes_the_long_way_where_somebody_looks_on(
+    device: str, way: Any, long: bool | None, reduction: str, options: str, operators: list[str]
+) -> None:
+    x = operands(device, grad=["student_q"], M=6, N=5)
+    given: dict[str, Any] = {"window": {"window": (1, 0)}}.get(options, {})
+    if "keys" in options:
+        given["key_mask"] = torch.tensor([[True] * 5, [False] * 5], device=device)
+    dense = {name: x if name == "window" else wide(x).astype(bool) for name, x in given.items()}
+    used = np.broadcast_to(np.isfinite(reference.forward(*map(wide, x), **dense).teacher_lse), (2, 4, 6))
+    if "weights" in options:
+        given["row_weight"] = torch.rand(4, 1, device=device).requires_grad_(options == "own weights")
+        used = used * wide(given["row_weight"])
+    value = attention_kl(*x, reduction=reduction, **given)
+    upstream = torch.rand_like(value.detach())
+    share = wide(upstream) * used / (used.sum() if reduction == "mean" else 1)
+    close(value, {"none": lambda y: y, "sum": np.sum, "mean": lambda y: y.sum() / used.sum()}[reduction](
+        dense_kl(x, **dense) * used
+    ))  # fmt: skip
+    expected = dense_grads(x, share, **dense).student_q * (way is not of_no_memory)
+    close(way(value, x[2], upstream), expected, 1e-4)
+    if long is not None:  # a product with shares of rows has memory again
+        assert bool(operators) == long
+
+
+def test_a_forward_that_is_looked_on_goes_through_the_operators() -> None:
+    x = operands(grad=["student_q"])
+    with Mode() as mode:
+        value = attention_kl(*x, reduction="sum")
+    assert any("attention_kl_forward" in name for name in mode.seen)
+    value.backward()
+    close(x[2].grad, dense_grads(x, np.ones((2, 4, 5))).student_q)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("which", range(4))
+def test_what_changes_between_forward_and_backward_is_noticed(device: str, which: int, reduction: str) -> None:
+    leaves = operands(device, grad=INPUT_NAMES)
+    x = [t * 1 for t in leaves]
+    value = attention_kl(*x, reduction=reduction)
+    x[which].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.sum().backward()
+    for lse in (0, 1):
+        value, *rows = attention_kl(*leaves, reduction=reduction, return_lse=True)
+        rows[lse].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            value.sum().backward()
+    mask = torch.ones(2, 7, dtype=torch.bool, device=device)
+    value = attention_kl(*leaves, key_mask=mask, reduction=reduction)
+    mask[0, 0] = False
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.sum().backward()
+
+
+def test_results_are_tensors_of_their_own(device: str) -> None:
+    """Whatever memory they share, no change of one concerns another."""
+    x = operands(device, grad=["student_q"])
+    kl, teacher_lse, student_lse = attention_kl(*x, return_lse=True)
+    before = [t.detach().clone() for t in (teacher_lse, student_lse)]
+    kl.mul_(3)
+    assert torch.equal(teacher_lse, before[0])
+    assert torch.equal(student_lse, before[1])
+    kl.sum().backward()
+    close(x[2].grad, 3 * dense_grads(x, np.ones((2, 4, 5))).student_q)
+
+
+def test_a_graph_that_is_freed_says_so() -> None:
+    x = operands(grad=["student_q"])
+    value = attention_kl(*x, reduction="mean")
+    value.backward(retain_graph=True)
+    value.backward()
+    close(x[2].grad, 2 * dense_grads(x, np.full((2, 4, 5), 1 / 40)).student_q)
+    with pytest.raises(RuntimeError, match="second time"):
+        value.backward()
+
+
+def test_saved_tensors_pass_the_hooks(device: str) -> None:
+    """Each of them, as often as it is read; what comes back is what counts."""
+    x = operands(device, grad=INPUT_NAMES)
+    packed: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t.clone()):
+        value = attention_kl(*x, reduction="mean")
+    for name, t in zip(INPUT_NAMES, x):
+        assert any(t is other for other in packed), name
+    value.backward()
+    for t, expected in zip(x, dense_grads(x, np.full((2, 4, 5), 1 / 40))):
+        close(t.grad, expected)
+
+
+@pytest.mark.parametrize("name", ["part", "empty_on_cpu", "empty_on_current_gpu"])
+def test_names_that_torch_may_drop_are_done_without(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frameworks.base.known("torch"), name, None)
+    test_gradient_function_may_run_twice_and_kl_may_be_scaled_in_place()
+    test_results_are_tensors_of_their_own(device)
 
 
 # Operators

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..arguments import with_article
-from ..arrays import CPU, ITEMSIZE, MASK_ITEMSIZE, ArrayView, cuda, settle
+from ..arrays import CPU, ITEMSIZE, MASK_ITEMSIZE, ArrayView, compact, cuda, settle
 from ..problem import Device
 from .base import Framework, refused_dtype
 
@@ -29,6 +29,13 @@ class Torch(Framework):
         self.devices: dict[Any, Device] = {torch.device("cpu"): CPU}
         # The public way builds a Stream object, 8 us; the private one returns the handle.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        # What torch's own compiled programs make tensors by, at a third of the cost; a name that is gone is done without.
+        fast = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        self.part = getattr(fast, "_reinterpret_tensor", None)
+        self.empty_on_cpu = getattr(fast, "_empty_strided_cpu", None)
+        self.empty_on_current_gpu = getattr(fast, "_empty_strided_cuda", None)
+        self.current_gpu = getattr(torch._C, "_cuda_getDevice", lambda: None)
+        self.dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
         # Asked in every call; the public function is a wrapper around this one.
         self.switch = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 
@@ -92,14 +99,25 @@ class Torch(Framework):
         return f"is {with_article(kind)} whose memory cannot be read; pass {name}.clone()"
 
     def allocate(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> Any:
-        return self.torch.empty(shape, dtype=self.dtypes[dtype], device=like.array.device)
+        device, kind = like.device, self.dtypes[dtype]
+        if device.kind == "cpu":
+            make = self.empty_on_cpu
+        else:
+            make = self.empty_on_current_gpu if self.current_gpu() == device.index else None
+        if make is None or self.dispatch_modes():
+            return self.torch.empty(shape, dtype=kind, device=like.array.device)
+        return make(shape, compact(shape, 0)[0], kind)
 
     def address(self, x: Any) -> int:
         return int(x.data_ptr())
 
     def allocate_planes(self, like: ArrayView, count: int, shape: tuple[int, ...], dtype: str) -> tuple[int, Any]:
-        whole = self.allocate(like, (count, *shape), dtype)
-        return whole.data_ptr(), whole.unbind(0)
+        whole, part = self.allocate(like, (count, *shape), dtype), self.part
+        # To autograd these are tensors of their own: one that is changed in place leaves the others as they are.
+        if part is None or self.dispatch_modes():
+            return whole.data_ptr(), [plane.data for plane in whole.unbind(0)]
+        strides, size = compact(shape, 1)
+        return whole.data_ptr(), [part(whole, shape, strides, i * size) for i in range(count)]
 
     def stream(self, device: Device) -> int:
         if self.raw_stream is not None:

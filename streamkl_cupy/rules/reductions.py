@@ -2,13 +2,14 @@
 
 Written once for every framework: `xp` is numpy, cupy, torch or jax.numpy, and nothing here breaks autograd or tracing.
 A row without a key (log-sum-exp -inf) has no part in any of it, whatever its weight holds; so it is selected away, not
-multiplied by zero.
+multiplied by zero. Where every row is known to see a key, no log-sum-exps are needed: `lse` may be None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,29 +40,35 @@ def reduce_rows(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) -> Any:
 
     `kl` and `lse` have the shape of the rows; `weight` broadcasts to it, None means 1.
     """
-    if weight is None and reduction != "mean":
-        return kl if reduction == "none" else xp.sum(kl)
-    w = _row_weights(xp, lse, weight, kl.dtype)
-    # A row that weighs nothing must not spoil the rest when its own value is NaN; a plain product would keep
-    # 0 * NaN. The product is left alone elsewhere, so that it still has its derivative for the weight.
-    value = w * xp.where((w == 0) & (kl != kl), 0.0, kl)
-    if reduction == "none":
-        return value
-    total = xp.sum(value)
-    if reduction == "sum":
-        return total
-    mass = xp.sum(w)
-    return xp.where(mass == 0, 0.0, total / xp.where(mass == 0, 1.0, mass))
+    if weight is None and (reduction != "mean" or lse is None):
+        return kl if reduction == "none" else xp.sum(kl) if reduction == "sum" else xp.mean(kl)
+    return _reduced(xp, kl, _row_weights(xp, kl, lse, weight), reduction)[0]
 
 
 @_to_zero
-def row_gradient(xp: Any, lse: Any, weight: Any, reduction: str) -> Any:
-    """Derivative of the sum or mean by each row's value: what the backward takes as `grad`."""
-    w = _row_weights(xp, lse, weight, lse.dtype)
-    if reduction == "sum":
-        return w
-    mass = xp.sum(w)
-    return xp.where(mass == 0, 0.0, w / xp.where(mass == 0, 1.0, mass))
+def value_and_gradient(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) -> tuple[Any, Any]:
+    """`reduce_rows`, and its derivative by each row's value, to multiply what comes from above by: an array that
+    broadcasts to the rows, a number, or None for 1.
+
+    A row without a key may get any number: it has nothing to differentiate.
+    """
+    if weight is None and (reduction != "mean" or lse is None):
+        return reduce_rows(xp, kl, lse, None, reduction), 1 / prod(kl.shape) if reduction == "mean" else None
+    if weight is None:
+        empty = lse == -xp.inf
+        seen = xp.sum(~empty, dtype=kl.dtype)
+        rows = xp.where(seen == 0, 1.0, seen)
+        return xp.sum(xp.where(empty, 0.0, kl)) / rows, 1.0 / rows
+    w = _row_weights(xp, kl, lse, weight)
+    value, mass = _reduced(xp, kl, w, reduction)
+    return value, w if mass is None else xp.where(mass == 0, 0.0, w / xp.where(mass == 0, 1.0, mass))
+
+
+def spread(xp: Any, value: Any, share: Any, shape: tuple[int, ...]) -> Any:
+    """That derivative as one number for each row, in the dtype of the value."""
+    if share is None or isinstance(share, float):
+        share = xp.full_like(value, 1.0 if share is None else share)
+    return xp.broadcast_to(share, shape)
 
 
 @_to_zero
@@ -71,11 +78,26 @@ def teacher_mass(xp: Any, lse: Any, dense_lse: Any) -> Any:
     return xp.exp(lse - xp.where(lse == -xp.inf, 0.0, dense_lse))
 
 
-def _row_weights(xp: Any, lse: Any, weight: Any, dtype: Any) -> Any:
+def _reduced(xp: Any, kl: Any, w: Any, reduction: str) -> tuple[Any, Any]:
+    """Rows of the weights `w` reduced, and the sum of these where the mean has divided by it."""
+    # A row that weighs nothing must not spoil the rest when its own value is NaN; a plain product would keep
+    # 0 * NaN. The product is left alone elsewhere, so that it still has its derivative for the weight.
+    value = w * xp.where((w == 0) & (kl != kl), 0.0, kl)
+    if reduction == "none":
+        return value, None
+    total = xp.sum(value)
+    if reduction == "sum":
+        return total, None
+    mass = xp.sum(w)
+    return xp.where(mass == 0, 0.0, total / xp.where(mass == 0, 1.0, mass)), mass
+
+
+def _row_weights(xp: Any, kl: Any, lse: Any, weight: Any) -> Any:
     """Weights in the shape and dtype of the rows, exactly 0 where a row sees no key."""
-    empty = lse == -xp.inf
-    if weight is None:
-        return xp.where(empty, xp.zeros_like(lse), 1.0)
-    # Selected before the cast, in which the weight of such a row could overflow.
-    given = xp.where(empty, 0, weight)
-    return given.to(dtype) if hasattr(given, "to") else given.astype(dtype)
+    if lse is None:
+        given = xp.broadcast_to(weight, kl.shape)
+    elif weight is None:
+        given = xp.where(lse == -xp.inf, xp.zeros_like(lse), 1.0)
+    else:  # selected before the cast, in which the weight of such a row could overflow
+        given = xp.where(lse == -xp.inf, 0, weight)
+    return given.to(kl.dtype) if hasattr(given, "to") else given.astype(kl.dtype)

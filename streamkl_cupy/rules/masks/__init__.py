@@ -28,6 +28,7 @@ __all__ = [
     "check",
     "check_values",
     "differs_by_entry",
+    "every_row_sees",
     "full",
     "holes",
     "key_range",
@@ -104,6 +105,16 @@ def key_range(parts: tuple[Part, ...], scene: Scene, q0: int, q1: int) -> Range:
 def full(parts: tuple[Part, ...], scene: Scene, q0: int, q1: int, k0: int, k1: int) -> bool:
     """Whether every row of [q0, q1) sees every key of [k0, k1)."""
     return all(part.full(scene, q0, q1, k0, k1) for part in parts)
+
+
+def every_row_sees(problem: Problem) -> bool:
+    """Whether there are rows, and each is known to see a key, the first one, whatever the mask reads from memory."""
+    parts = parts_of(problem.mask)
+    if not problem.batch * problem.heads * problem.queries * problem.keys:
+        return False
+    if problem.mask.blocks is not None or any(part.arrays for part in parts):
+        return False
+    return full(parts, Scene(problem.queries, problem.keys, dict(problem.mask.params)), 0, problem.queries, 0, 1)
 
 
 def holes(parts: tuple[Part, ...], scene: Scene, q0: int, q1: int, k0: int, k1: int) -> Bools | None:
