@@ -8,9 +8,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamkl_cupy import patterns
+from streamkl_cupy.compiler import catalogue
 from streamkl_cupy.errors import DriverError
 from streamkl_cupy.kernels import KERNELS, combine, gpus
 from streamkl_cupy.kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Work
@@ -18,6 +20,7 @@ from streamkl_cupy.kernels.work_tiles import survey
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
+from streamkl_cupy.rules.divergences import DIVERGENCES
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -48,6 +51,25 @@ def plan(arch: str = "sm_90", **what: Any) -> Plan:
 def kernels(p: Plan) -> list[Any]:
     passes = [fused.main for fused in p.fused]
     return [p.forward, *(kernel for _, kernel in p.gradients), *passes, *([p.combine] if p.combine else [])]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tiles_are_the_same_whatever_was_planned_before(arch: str, rng: np.random.Generator) -> None:
+    """Rows of a table that fit are kept by what they hang on: of rules, the mask and the divergence."""
+    facts = facts_for_arch(arch)
+    cases = [
+        (Work(catalogue.problem((dim, dim), types, mask, divergence=divergence), task), kernel)
+        for dim in (64, 128)
+        for types in catalogue.ELEMENT_TYPES
+        for mask in catalogue.MASK_CASES
+        for divergence in DIVERGENCES
+        for task in GRADIENTS.values()
+        for kernel in KERNELS[task.kind]
+    ]
+    for i in rng.permutation(len(cases)):
+        work, kernel = cases[i]
+        if not kernel.refuses(work, facts):
+            assert kernel.fitting(work, facts) == kernel._fits(work, facts), (work, kernel)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

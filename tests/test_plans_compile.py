@@ -88,3 +88,10 @@ def test_the_hardest_cover_every_tile() -> None:
     hard = catalogue.hardest(listed)
     assert {(e.kernel.name, e.kernel.tile) for e in hard} == {(e.kernel.name, e.kernel.tile) for e in listed}
     assert len(hard) < len(listed) / 10
+
+
+def test_the_hardest_of_several_rules_are_those_of_each() -> None:
+    every = [catalogue.entries("sm_80", divergences=[divergence])[0] for divergence in DIVERGENCES]
+    together = catalogue.hardest(catalogue.entries("sm_80", divergences=DIVERGENCES)[0])
+    alone = [entry.kernel for listed in every for entry in catalogue.hardest(listed)]
+    assert {(e.kernel.text, e.kernel.arch) for e in together} == {(kernel.text, kernel.arch) for kernel in alone}

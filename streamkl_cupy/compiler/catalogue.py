@@ -201,7 +201,7 @@ def entries(
 
 
 def hardest(listed: Sequence[Entry]) -> list[Entry]:
-    """Of all entries that share a tile, a role and element types, the one with the largest head dims.
+    """Of all entries that share a tile, a role, rules and element types, the one with the largest head dims.
 
     Registers grow with the head dim, so a tile that holds its largest one without a spill mostly holds the others. The
     faster float32 mode is left out: it is the precise one with less in it.
@@ -214,6 +214,7 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
         group = (
             entry.kernel.name,
             entry.kernel.tile,
+            *(rule for slot, rule in entry.kernel.slots if slot != "mask"),
             constants.get("SKL_T_ELEMENT"),
             constants.get("SKL_S_ELEMENT"),
         )

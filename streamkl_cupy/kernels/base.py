@@ -278,8 +278,9 @@ class Kernel(ABC, Generic[Row]):
 
     def fitting(self, work: Work, facts: DeviceFacts) -> tuple[Row, ...]:
         """The rows of the table that this work and this GPU allow, whatever the extents: found once for all of them."""
-        teacher, student = work.sides
-        key = (work.task, teacher.dim, student.dim, teacher.dtype, student.dtype, work.problem.mask.parts, facts)
+        (teacher, student), asked = work.sides, work.problem
+        rules = (asked.mask.parts, asked.divergence)
+        key = (work.task, teacher.dim, student.dim, teacher.dtype, student.dtype, rules, facts)
         found = self._fitting.get(key)
         return found or self._fitting.setdefault(key, self._fits(work, facts))
 
