@@ -140,19 +140,11 @@ def test_a_kernel_is_a_pair_of_files() -> None:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules of the package that a module imports when it is imported, type-only ones included."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    late = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        for inner in ast.walk(node)
-        if inner is not node
-    }
+    """Modules of the package that a module imports, inside functions and for types too."""
     package = list(path.relative_to(PACKAGE).parent.parts)
     found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level and node not in late:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
             found |= {".".join((*base, name.name)) for name in node.names} | {".".join(base)}
     return found

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..arguments import a_kind_of, flag, integer
 from ..concurrency.locks import ForkLock
+from .drawing import draw
 from .tiles import CELLS, MAX_PAIRS, UNIT, Axis, TileLists, frozen, tile_lists
 
 Rows = NDArray[np.bool_]
@@ -354,10 +355,14 @@ class BlockPattern(_Kept):
             >>> figure = patterns.strided(4, [0, 1, 2, 3], queries=256, block=16).plot()
             >>> figure.savefig("pattern.png")  # doctest: +SKIP
         """
-        from .drawing import draw
-
         chosen = self._chosen(range(min(self.heads, 15)) if heads is None else heads)
-        return draw(self, chosen, ranged("columns", columns, 1))
+        columns = ranged("columns", columns, 1)
+        listed = {f"head {head}": union_of(self, [head]) for head in chosen}
+        covered = self.coverage(chosen).fraction
+        # Rounded down: 99.96 % must not read as all.
+        listed[f"together: {int(covered * 1000) / 10:g} % of the context"] = union_of(self, chosen)
+        blocks = self.grid.row_blocks, self.grid.column_blocks
+        return draw(listed, blocks, (self.queries, self.keys), self.diagonal, columns)
 
     def _head(self, head: Any) -> int:
         """The head of the pattern that answers for a query head."""
