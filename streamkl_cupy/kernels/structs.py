@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..problem import INPUT_NAMES
+from ..rules.masks import most_words
 
 # C spelling and code of `struct`. `u64` is what a call fills in: addresses, and the words of tensor maps.
 _TYPES = {
@@ -225,7 +226,8 @@ def _constant(x: Region) -> str:
 
 # Arguments. Strides are counted in elements, scales of logits are times log2(e): kernels work in base 2.
 
-MASK_WORDS = 12
+# Some to spare: one more part need not change the arguments of every kernel.
+MASK_WORDS = _round_up(most_words(), 4)
 
 TENSOR_MAP = Struct("TensorMap", (Field("words", "u64", length=16),), "as the driver encodes it", align=64)
 TENSOR4 = Struct(

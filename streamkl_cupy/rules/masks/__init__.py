@@ -32,6 +32,7 @@ __all__ = [
     "full",
     "holes",
     "key_range",
+    "most_words",
     "packing",
     "parts_of",
     "registers",
@@ -132,6 +133,12 @@ def together() -> tuple[str, ...]:
     """The names of as many parts as a mask can have: of those that know queries the last."""
     few = [part.name for part in MASKS.values() if part.knows_queries][:-1]
     return tuple(part.name for part in MASKS.values() if part.packing is None and part.name not in few)
+
+
+def most_words() -> int:
+    """How many words of a kernel's arguments a mask takes at most."""
+    packed = [(*part.beside, part.name) for part in MASKS.values() if part.packing is not None]
+    return max(sum(MASKS[name].words for name in names) for names in (together(), *packed))
 
 
 def differs_by_entry(parts: tuple[Part, ...]) -> bool:

@@ -118,6 +118,10 @@ class Packing:
     """(values of masks' arrays, integers of the mask) -> the sequences."""
 
 
+LIST_WORDS = 4
+"""The addresses of a pattern's three lists, and for how many heads these are."""
+
+
 @dataclass(frozen=True)
 class Part:
     """One rule for which keys a query row may see.
@@ -155,3 +159,8 @@ class Part:
     packing: Packing | None = None
     beside: tuple[str, ...] = ()
     """Parts that it is compiled together with ahead of time, for it seldom comes alone."""
+
+    @property
+    def words(self) -> int:
+        """How many words of a kernel's arguments it takes: its integers, the addresses of its arrays and of lists."""
+        return len(self.params) + len(self.arrays) + LIST_WORDS * self.listed
