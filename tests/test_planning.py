@@ -372,7 +372,7 @@ def test_kernels_are_told_what_their_numbers_are(types: tuple[str, str], precisi
     assert (p.combine.blocks - 1) * p.combine.threads < 133 <= p.combine.blocks * p.combine.threads
     single = "float32" in types
     assert dict(p.combine.constants)["SKL_HAS_OFFSETS"] == int(single)
-    codes = {"bfloat16": 0, "float16": 1, "float32": 2}
+    codes = {"bfloat16": "kBf16", "float16": "kF16", "float32": "kF32"}
     for kernel in kernels(p):
         if kernel is not p.combine:
             told = dict(kernel.constants)

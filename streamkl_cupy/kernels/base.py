@@ -20,7 +20,8 @@ from .gpus import DeviceFacts
 from .structs import Regions, Struct, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
 
-ELEMENT_CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
+# Elements as common/config.cuh names them.
+ELEMENT_CODES = {"bfloat16": "kBf16", "float16": "kF16", "float32": "kF32"}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PLANES = {"highest": 3, "high": 2}
 
