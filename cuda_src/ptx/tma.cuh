@@ -3,10 +3,6 @@
 #pragma once
 #include "common/types.cuh"
 
-__device__ inline void tma_prefetch(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // One box of a rank-4 map at (column, row, head, batch); what lies outside the array arrives as zeros and counts as
 // bytes.
 __device__ inline void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int row, int head,
