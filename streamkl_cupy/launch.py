@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .compiler.nvrtc import import_cupy, load
 from .errors import CaptureError, DriverError
-from .kernels.base import ELEMENT_BYTES, KernelPlan, Work
+from .kernels.base import ELEMENT_BYTES, Box, KernelPlan, Work
 from .kernels.gpus import device_facts
 from .kernels.structs import KEY_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
 from .kernels.tensor_maps import encode
@@ -96,8 +96,12 @@ class _Kernel:
         )
         args = plan.args
         self._maps = tuple(
-            (8 * args.words[f"{name}.words"], INPUT_NAMES.index(name), _Maps(problem.operand(name), problem.batch, box))
-            for name, box in plan.boxes
+            (
+                8 * args.words[f"{box.name}.words"],
+                INPUT_NAMES.index(box.name),
+                _Maps(problem.operand(box.name), problem.batch, box),
+            )
+            for box in plan.boxes
         )
         self._lists = _tile_lists(problem, plan)
         self._template = template(problem, plan, self._lists.pointers if self._lists else ())
@@ -144,9 +148,9 @@ class _Maps(dict[int, bytes]):
 
     LIMIT = 256
 
-    def __init__(self, operand: Operand, batch: int, box_rows: int) -> None:
+    def __init__(self, operand: Operand, batch: int, box: Box) -> None:
         super().__init__()
-        self._shape = (operand, batch, box_rows)
+        self._shape = (operand, batch, box)
 
     def __missing__(self, pointer: int) -> bytes:
         if len(self) >= self.LIMIT:

@@ -19,7 +19,6 @@ from .kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Kernel, KernelPlan, 
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
 from .problem import INPUT_NAMES, Problem, counted
-from .rules.masks import Scene, key_range, parts_of
 from .rules.scores import SCORES
 
 MAX_DIM = 256
@@ -186,8 +185,8 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     forward = plan.forward
     assert forward.tile
     rows = problem.batch * problem.heads * problem.queries
-    busy = problem.batch * problem.heads * -(-problem.queries // forward.tile.rows)
-    splits = combine.splits(busy, _key_tiles(problem, forward.tile), facts)
+    visited = _key_tiles(problem, forward.tile)
+    splits = combine.splits(forward.blocks, visited, facts, forward.tile.min_blocks)
     if splits == 1:
         return replace(plan, problem=problem)
     (states,) = forward.regions
@@ -282,19 +281,9 @@ def _fused(work: Work, facts: DeviceFacts) -> tuple[FusedPlan | None, str]:
 
 
 def _key_tiles(problem: Problem, tile: TileRow) -> int:
-    """Key tiles that the longest row tile visits, as far as is known here: sequences count as equally long."""
-    mask, sequences = problem.mask, max(problem.sequences, 1)
-    queries, keys = -(-problem.queries // sequences), -(-problem.keys // sequences)
-    params = dict(mask.params)
-    if not params.get("q_offset_given", 1):
-        params["q_offset"] = keys - queries
-    scene = Scene(queries, keys, params)
-    ranges = (
-        key_range(parts_of(mask), scene, q0, min(q0 + tile.rows, queries))
-        for q0 in {0, queries // 2, max(queries - tile.rows, 0)}
-    )
-    visited = max(-(-stop // tile.columns) - start // tile.columns for start, stop in ranges)
-    if mask.pattern is None:
+    """Key tiles that the longest row tile visits, as far as is known here."""
+    visited = combine.key_tiles(problem, tile.rows, tile.columns)
+    pattern = problem.mask.pattern
+    if pattern is None:
         return visited
-    listed = np.diff(mask.pattern.tile_lists(tile.rows, tile.columns).offsets).max(initial=0)
-    return min(visited, int(listed))
+    return min(visited, int(np.diff(pattern.tile_lists(tile.rows, tile.columns).offsets).max(initial=0)))

@@ -25,6 +25,7 @@ from streamkl_cupy.arrays import Gradients
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.compiler.source import flatten
 from streamkl_cupy.kernels import structs, tensor_maps
+from streamkl_cupy.kernels.base import Box
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.planning import Plan, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
@@ -421,17 +422,17 @@ def test_a_tensor_map_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, rng:
     x = Operand(heads, rows, dim, "bfloat16", (*steps, 1), True)
     for _ in range(8):  # memory comes at any address
         asked.clear()
-        assert tensor_maps.encode(1 << 30, x, batch, 48) == bytes(range(128))
+        assert tensor_maps.encode(1 << 30, x, batch, Box("student_q", 16, 3)) == bytes(range(128))
     _, kind, rank, pointer, extents, strides, box, each, *rest = asked
     assert (kind.value, rank.value, pointer.value) == (9, 4, 1 << 30)
     assert list(extents) == [dim, rows, heads, batch]
     assert list(strides) == [2 * steps[2], 2 * steps[1], 2 * steps[0]]
-    assert list(box) == [64, 48, 1, 1]
+    assert list(box) == [64, 16, 3, 1]
     assert list(each) == [1, 1, 1, 1]
     assert [x.value for x in rest] == [0, 3, 3, 0]
     # An axis that is never stepped along may have come with any stride.
     asked.clear()
-    tensor_maps.encode(1 << 30, Operand(1, 1, dim, "float16", (7, 5, 3, 1), True), 1, 48)
+    tensor_maps.encode(1 << 30, Operand(1, 1, dim, "float16", (7, 5, 3, 1), True), 1, Box("student_q", 48))
     assert asked[1].value == 6
     assert list(asked[5]) == [16, 16, 16]
 
@@ -443,7 +444,8 @@ def test_tensor_maps_have_the_boxes_that_the_kernel_loads() -> None:
     for kernel in (plan.forward, *(x for _, x in plan.gradients), *(x.main for x in plan.fused)):
         by_queries = dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"]
         stationary, streamed = ("_q", "_k") if by_queries else ("_k", "_q")
-        boxes = dict(kernel.boxes)
+        boxes = {box.name: box.rows for box in kernel.boxes}
+        assert {box.heads for box in kernel.boxes} == {1}
         assert tuple(boxes) == INPUT_NAMES
         for name in ("teacher", "student"):
             assert boxes[name + stationary] == kernel.tile.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,15 +233,78 @@ def test_registers_of_warpgroups_fit_what_a_launch_gets(kind: str) -> None:
 def test_splits_of_keys_are_worth_a_block(rng: Any) -> None:
     facts = facts_for_arch("sm_90")
     for blocks, tiles in zip(rng.integers(1, 200, 200).tolist(), rng.integers(1, 3000, 200).tolist()):
-        splits = combine.splits(blocks, tiles, facts)
-        assert splits == 1 or tiles >= 8 * splits
-        assert splits == 1 or (tiles >= 64 and blocks * 5 < facts.multiprocessors * 4)
-        # No number of them fills the last wave much better.
-        most = min(tiles // 8, -(-2 * facts.multiprocessors // blocks))
-        if tiles >= 64 and blocks * 5 < facts.multiprocessors * 4:
-            filled = [blocks * n / 132 / -(-blocks * n // 132) for n in range(1, most + 1)]
-            assert filled[splits - 1] >= 0.85 * max(filled)
-            assert all(x < 0.85 * max(filled) for x in filled[: splits - 1])
+        for each in (1, 2):
+            splits = combine.splits(blocks, tiles, facts, each)
+            assert splits == 1 or tiles >= 8 * splits
+            assert splits == 1 or (tiles >= 64 and blocks * 5 < facts.multiprocessors * 4)
+            # With no other number the last block would be done sooner; a start counts as six tiles.
+            if tiles >= 64 and blocks * 5 < facts.multiprocessors * 4:
+                most = min(tiles // 8, -(-2 * each * facts.multiprocessors // blocks))
+                done = [-(-blocks * n // (132 * each)) * (-(-tiles // n) + 6) for n in range(1, most + 1)]
+                assert splits == 1 + done.index(min(done))
+
+
+def test_few_row_tiles_on_many_keys_stay_the_best_ones_and_are_split() -> None:
+    """A chunk on a cache: half as many rows to a block would fill the GPU too, but compute more slowly."""
+    for mask in (MaskSpec(), MaskSpec(("causal",), (("q_offset", 65536 - 512),))):
+        forward = plan(M=512, N=65536, dims=(128, 128), heads=32, key_heads=8, mask=mask).forward
+        assert forward.tile is not None
+        assert (forward.tile.rows, forward.blocks, forward.schedule.splits) == (256, 128, 2)
+    # Where a mask leaves few keys there is nothing to split.
+    narrow = MaskSpec(("window",), (("left", 600), ("right", 0), ("q_offset", 65536 - 512)))
+    forward = plan(M=512, N=65536, dims=(128, 128), heads=32, key_heads=8, mask=narrow).forward
+    assert (forward.blocks, forward.schedule.splits) == (128, 1)
+
+
+@pytest.mark.parametrize(
+    "M, heads, key_heads, rows, packed",
+    [
+        (16, 32, (8, 8), 64, "4 heads packed into 64 rows"),
+        (17, 32, (8, 8), 128, "4 heads packed into 128 rows"),
+        (1, 32, (1, 1), 256, "16 heads packed into 256 rows"),
+        (3, 8, (2, 1), 64, "4 heads packed into 64 rows"),
+        (33, 12, (4, 2), 256, "3 heads packed into 192 rows"),
+        (64, 12, (6, 2), 128, "2 heads packed into 128 rows"),
+    ],
+)
+def test_few_queries_of_heads_that_share_keys_are_packed(
+    M: int, heads: int, key_heads: tuple[int, int], rows: int, packed: str
+) -> None:
+    what = problem(M=M, N=65536, dims=(128, 128), heads=heads)
+    sides = (replace(side, k=replace(side.k, heads=k)) for side, k in zip((what.teacher, what.student), key_heads))
+    what = replace(what, **dict(zip(SIDES, sides)))
+    forward = make_plan(what, facts_for_arch("sm_90")).forward
+    together = gcd(*(heads // k for k in key_heads))
+    assert forward.tile is not None
+    assert forward.tile.rows == rows
+    assert packed in str(forward)
+    s = forward.schedule
+    assert (s.packed_rows, s.heads_together) == (dict(forward.constants)["SKL_PACKED_ROWS"], together)
+    assert s.tiles == -(-together * s.packed_rows // rows)
+    assert forward.blocks == heads // together * s.tiles * s.splits
+    assert {box.name: (box.rows, box.heads) for box in forward.boxes} == {
+        "teacher_q": (s.packed_rows, rows // s.packed_rows),
+        "teacher_k": (64, 1),
+        "student_q": (s.packed_rows, rows // s.packed_rows),
+        "student_k": (64, 1),
+    }
+
+
+def test_what_is_not_packed() -> None:
+    few: dict[str, Any] = {"M": 16, "N": 65536, "heads": 32}
+    lists = MaskSpec(("blocks",), (), patterns.local(256, queries=16, keys=65536))
+    packed = MaskSpec(("packed",), (("q_offset_given", 0), ("q_offset", 0)))
+    for what in (
+        {},  # every head has keys of its own
+        {"key_heads": 8, "M": 65},
+        {"key_heads": 8, "mask": lists},
+        {"key_heads": 8, "mask": packed, "sequences": 2},
+        {"key_heads": 8, "arch": "sm_80"},
+    ):
+        forward = plan(**{**few, **what}).forward
+        assert forward.schedule.packed_rows == 0
+        assert dict(forward.constants).get("SKL_PACKED_ROWS", 0) == 0
+        assert all(box.heads == 1 for box in forward.boxes)
 
 
 def test_heads_side_by_side_are_groups_of_one_size() -> None:

@@ -55,8 +55,19 @@ MASK_CASES: dict[str, tuple[str, ...]] = {
 PLAIN = ("none", "causal")
 SEQUENCES = 16
 PATIENCE = 0.2  # seconds that an interrupt may wait
-# Enough rows to fill any GPU, and so few that planning prefers smaller tiles.
-EXTENTS = ((8, 8192), (1, 512))
+
+
+class Extents(NamedTuple):
+    """Heads that queries and keys have, and rows of both."""
+
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+
+
+# Enough rows to fill any GPU, so few that planning prefers smaller tiles, and few queries on a long cache.
+EXTENTS = (Extents(8, 8, 8192, 8192), Extents(1, 1, 512, 512), Extents(16, 4, 16, 8192))
 
 
 class ElementTypes(NamedTuple):
@@ -113,26 +124,31 @@ def problem(
     types: ElementTypes,
     mask: str = "none",
     aligned: bool = True,
-    extents: tuple[int, int] = EXTENTS[0],
+    extents: Extents = EXTENTS[0],
     divergence: str = Problem.divergence,
     score: str = Problem.score,
 ) -> Problem:
-    """A problem of one batch entry with (heads, rows) and as many keys; unaligned ones cannot use 16-byte loads."""
-    heads, rows = extents
+    """A problem of one batch entry; unaligned ones cannot use 16-byte loads."""
     packed = any(MASKS[name].packing for name in MASK_CASES[mask])
 
+    def operand(heads: int, rows: int, dim: int, dtype: str) -> Operand:
+        return Operand(heads, rows, dim, dtype, _four(compact_strides((1, heads, rows, dim))), aligned)
+
     def side(dim: int, dtype: str) -> Side:
-        x = Operand(heads, rows, dim, dtype, _four(compact_strides((1, heads, rows, dim))), aligned)
-        return Side(x, x, dim**-0.5)
+        return Side(
+            operand(extents.heads, extents.queries, dim, dtype),
+            operand(extents.key_heads, extents.keys, dim, dtype),
+            dim**-0.5,
+        )
 
     return Problem(
         batch=1,
-        heads=heads,
-        queries=rows,
-        keys=rows,
+        heads=extents.heads,
+        queries=extents.queries,
+        keys=extents.keys,
         teacher=side(dims[0], types.teacher),
         student=side(dims[1], types.student),
-        mask=mask_spec(mask, rows),
+        mask=mask_spec(mask, extents.queries, extents.keys),
         device=Device("cuda"),
         rank=3 if packed else 4,
         precision=types.precision,
@@ -142,11 +158,12 @@ def problem(
     )
 
 
-def mask_spec(mask: str, rows: int) -> MaskSpec:
-    """A mask of the list for as many keys as rows. Its integers are no part of a kernel."""
+def mask_spec(mask: str, queries: int, keys: int) -> MaskSpec:
+    """A mask of the list. Its integers are no part of a kernel."""
     parts = [MASKS[name] for name in MASK_CASES[mask]]
     names = dict.fromkeys(name for part in parts for name in part.params)
-    pattern = patterns.local(rows // 8, queries=rows, causal=True) if any(part.listed for part in parts) else None
+    listed = any(part.listed for part in parts)
+    pattern = patterns.local(keys // 8, queries=queries, keys=keys, causal=True) if listed else None
     return MaskSpec(MASK_CASES[mask], tuple((name, 0) for name in names), pattern)
 
 
@@ -191,7 +208,7 @@ def entries(
                     refused.append(f"{label}: {reason}")
                     continue
                 # Whether keys are split hangs on the numbers of a call.
-                joined = combine.plan(Work(plan.problem, FORWARD), plan.forward, facts)
+                joined = plan.combine or combine.plan(Work(plan.problem, FORWARD), plan.forward, facts)
                 passes = [fused.main for fused in plan.fused] + ([plan.key_bits] if plan.key_bits else [])
                 for kernel in (plan.forward, joined, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.
@@ -217,6 +234,7 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
             *(rule for slot, rule in entry.kernel.slots if slot != "mask"),
             constants.get("SKL_T_ELEMENT"),
             constants.get("SKL_S_ELEMENT"),
+            constants.get("SKL_PACKED_ROWS"),
         )
         if group not in groups or _weight(entry) >= _weight(groups[group]):
             groups[group] = entry

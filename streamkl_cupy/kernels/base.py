@@ -6,6 +6,7 @@ tiles in order of preference, their shared memory and registers, its arguments a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,6 +60,9 @@ class Work:
 
     problem: Problem
     task: Task
+    packed_rows: int = 0
+    """Rows that each query head has in tiles which several share, those that read the same keys of both sides; 0: every
+    tile belongs to one head."""
 
     @property
     def rows_are_keys(self) -> bool:
@@ -76,8 +80,14 @@ class Work:
         return self.problem.student if self.task.side == "teacher" else self.problem.teacher
 
     @property
+    def heads_together(self) -> int:
+        """Query heads whose rows lie in the same tiles."""
+        return math.gcd(*(max(side.group, 1) for side in self.sides)) if self.packed_rows else 1
+
+    @property
     def heads(self) -> int:
-        return self.side.k.heads if self.rows_are_keys else self.problem.heads
+        """Those of the launch; of query heads that are packed, so many of them together count as one."""
+        return self.side.k.heads if self.rows_are_keys else self.problem.heads // self.heads_together
 
     @property
     def pairs(self) -> int:
@@ -86,7 +96,9 @@ class Work:
 
     @property
     def rows(self) -> int:
-        return self.problem.keys if self.rows_are_keys else self.problem.queries
+        if self.rows_are_keys:
+            return self.problem.keys
+        return self.heads_together * self.packed_rows or self.problem.queries
 
     @property
     def typical_rows(self) -> int:
@@ -151,6 +163,14 @@ class TileRow:
         return self.warps * self.warp_tiles * 16
 
 
+class Box(NamedTuple):
+    """What one copy of a tensor map brings of an input, 64 columns wide."""
+
+    name: str
+    rows: int
+    heads: int = 1
+
+
 @dataclass(frozen=True)
 class KernelPlan:
     """One kernel: what to compile and how to launch it."""
@@ -169,8 +189,8 @@ class KernelPlan:
     schedule: Schedule
     smem_bytes: int = 0
     tile: TileRow | None = None
-    boxes: tuple[tuple[str, int], ...] = ()
-    """Inputs read through tensor maps, with the rows of a box."""
+    boxes: tuple[Box, ...] = ()
+    """Inputs read through tensor maps."""
     family: str = ""
     """The architecture whose instructions it needs."""
     reason: str = ""
@@ -192,6 +212,9 @@ class KernelPlan:
         if t:
             shape.append(f"{counted(t.rows, 'row')} x {counted(t.columns, 'column')}")
             shape.append(f"{counted(t.stages, 'stage')}, {self.smem_bytes} B shared")
+        if s.packed_rows:
+            heads = min(t.rows // s.packed_rows, s.heads_together) if t else s.heads_together
+            shape.append(f"{counted(heads, 'head')} packed into {counted(heads * s.packed_rows, 'row')}")
         if s.splits > 1:
             shape.append(f"keys split over {s.splits} blocks")
         if s.partial_bytes:
@@ -261,9 +284,17 @@ class Kernel(ABC, Generic[Row]):
     def regions(self, work: Work, tile: Row) -> tuple[Regions, ...]:
         """What lies in workspaces that it reads or writes."""
 
-    def boxes(self, work: Work, tile: Row) -> tuple[tuple[str, int], ...]:
-        """Inputs that are read through tensor maps, with the rows of a box."""
+    def boxes(self, work: Work, tile: Row) -> tuple[Box, ...]:
+        """Inputs that are read through tensor maps."""
         return ()
+
+    def packed(self, work: Work) -> Work:
+        """The work with the rows of several query heads in one tile, where that is better."""
+        return work
+
+    def most_splits(self, work: Work, tile: Row) -> int:
+        """Over how many blocks the streamed rows of a row tile may go, as far as the choice of a tile counts on it."""
+        return 1
 
     def streamed_bytes(self, work: Work) -> int:
         """What a head's blocks read, and add to, over and over."""
@@ -272,7 +303,7 @@ class Kernel(ABC, Generic[Row]):
 
     def head_group(self, work: Work, least: int = 1) -> int:
         """How many heads run side by side: those whose streamed operands fit the L2 budget together."""
-        heads = max(1, work.problem.batch * work.problem.heads)
+        heads = max(1, work.problem.batch * work.problem.heads // work.heads_together)
         most = max(least, min(heads, self.l2_budget // max(self.streamed_bytes(work), 1)), 1)
         # Groups of one size: eight heads as five and three take 0.49 ms where four and four take 0.36 (causal, D = 64).
         return -(-heads // -(-heads // most))
@@ -303,7 +334,7 @@ class Kernel(ABC, Generic[Row]):
         fitting = self.fitting(work, facts)
 
         def blocks(row: Row) -> int:
-            return work.pairs * -(-work.rows // row.rows)
+            return work.pairs * -(-work.rows // row.rows) * self.most_splits(work, row)
 
         for row in fitting:
             if blocks(row) * 5 >= facts.multiprocessors * 4 and row.rows < 2 * max(work.typical_rows, 16):
@@ -316,6 +347,7 @@ class Kernel(ABC, Generic[Row]):
         Raises:
             NotImplementedError: it would be larger than a grid can be.
         """
+        work = self.packed(work)
         problem, task = work.problem, work.task
         tile = self.tile(work, facts)
         schedule = self.schedule(work, tile, facts)
@@ -383,7 +415,10 @@ class Kernel(ABC, Generic[Row]):
         pattern = problem.mask.pattern
         if pattern is None:
             # The lengths of sequences are not known here.
-            return Schedule(row_tiles(work.rows, tile.rows, problem.sequences), self.head_group(work))
+            tiles = row_tiles(work.rows, tile.rows, problem.sequences)
+            return Schedule(
+                tiles, self.head_group(work), packed_rows=work.packed_rows, heads_together=work.heads_together
+            )
         group = max(problem.heads // max(work.heads, 1), 1)
         lists = survey(pattern, tile.rows, tile.columns, work.rows_are_keys, group)
         longest, together = balance(lists, work.pairs, facts.multiprocessors, self.splits_lists)

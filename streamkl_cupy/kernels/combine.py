@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 
+from ..problem import Problem
 from ..rules.divergences import DIVERGENCES
+from ..rules.masks import Scene, key_range, parts_of
 from .base import KernelPlan, Task, Work
 from .gpus import DeviceFacts
 from .structs import FORWARD
@@ -13,21 +15,60 @@ COMBINE = Task("combine")
 # Splitting costs a workspace and a second launch: below this many key tiles an unsplit block is done sooner.
 MIN_TILES_TO_SPLIT = 64
 MIN_TILES_PER_SPLIT = 8
+# A block takes about ten microseconds to start and to end, in which it could walk so many tiles.
+TILES_TO_START = 6
 THREADS = 128
 
 
-def splits(blocks: int, key_tiles: int, facts: DeviceFacts) -> int:
-    """Over how many blocks the keys go: the fewest that fill the GPU's last wave nearly as well as any number would."""
-    most = min(key_tiles // MIN_TILES_PER_SPLIT, -(-2 * facts.multiprocessors // max(blocks, 1)))
-    if blocks == 0 or blocks * 5 >= facts.multiprocessors * 4 or key_tiles < MIN_TILES_TO_SPLIT:
+def splits(blocks: int, key_tiles: int, facts: DeviceFacts, per_multiprocessor: int = 1) -> int:
+    """Over how many blocks the keys go: so many that the GPU is done soonest.
+
+    Args:
+        blocks: Those of keys that are not split.
+        key_tiles: That each of them visits.
+        facts: Of the GPU.
+        per_multiprocessor: Blocks that run on one at a time.
+    """
+    if blocks == 0 or blocks * 5 >= facts.multiprocessors * 4:
         return 1
+    places = facts.multiprocessors * per_multiprocessor
 
-    def filled(number: int) -> float:
-        waves = blocks * number / facts.multiprocessors
-        return waves / math.ceil(waves)
+    def tiles_in_turn(number: int) -> int:
+        return -(-blocks * number // places) * (-(-key_tiles // number) + TILES_TO_START)
 
-    best = max(filled(number) for number in range(1, most + 1))
-    return next(number for number in range(1, most + 1) if filled(number) >= 0.85 * best)
+    return min(range(1, min(most_splits(key_tiles), -(-2 * places // blocks)) + 1), key=tiles_in_turn)
+
+
+def most_splits(key_tiles: int) -> int:
+    """Over how many blocks so many tiles of keys go at most."""
+    return key_tiles // MIN_TILES_PER_SPLIT if key_tiles >= MIN_TILES_TO_SPLIT else 1
+
+
+def key_tiles(problem: Problem, rows: int, columns: int) -> int:
+    """Tiles of `columns` keys that the longest tile of `rows` query rows visits, as far as is known here: sequences
+    count as equally long, and lists of patterns do not count."""
+    mask, sequences = problem.mask, max(problem.sequences, 1)
+    queries, keys = -(-problem.queries // sequences), -(-problem.keys // sequences)
+    params = dict(mask.params)
+    if not params.get("q_offset_given", 1):
+        params["q_offset"] = keys - queries
+    scene = Scene(queries, keys, params)
+    ranges = (
+        key_range(parts_of(mask), scene, q0, min(q0 + rows, queries))
+        for q0 in {0, queries // 2, max(queries - rows, 0)}
+    )
+    return max(-(-stop // columns) - start // columns for start, stop in ranges)
+
+
+def splits_of_last_rows(problem: Problem, rows: int, columns: int) -> int:
+    """Over how many blocks the keys of a tile of `rows` query rows go at most, if these are the last rows of the keys:
+    the choice of a tile may not hang on numbers that change from call to call. Nor are a pattern's lists made for it.
+    """
+    mask = problem.mask
+    if mask.blocks is not None:
+        return 1
+    last = tuple((name, problem.keys - problem.queries if name == "q_offset" else x) for name, x in mask.params)
+    return most_splits(key_tiles(replace(problem, mask=replace(mask, params=last)), rows, columns))
 
 
 def plan(work: Work, forward: KernelPlan, facts: DeviceFacts) -> KernelPlan:

@@ -10,11 +10,12 @@ that it holds; the producer needs few. 128 * (groups * consumer + producer) must
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..rules.divergences import DIVERGENCES
 from .base import TileRow, Work
-from .sm90 import ALIGNMENT, COLUMNS, Hopper, held_steps, row_bytes
+from .combine import splits_of_last_rows
+from .sm90 import ALIGNMENT, COLUMNS, Hopper, held_steps, packed_rows, row_bytes
 from .structs import HOPPER_FORWARD, Regions, split_states
 
 
@@ -41,6 +42,7 @@ _TABLE = (
     _Row(16, 1, COLUMNS, 6, 1, 128, "the same; pieces of 128 columns halve the barriers", held=3, piece_chunks=2),
     _Row(8, 1, COLUMNS, 6, 2, 64, "few rows to a head: two blocks per multiprocessor hide each other's start"),
     _Row(8, 1, COLUMNS, 12, 1, 128, "few rows in all: twice the blocks"),
+    _Row(4, 1, COLUMNS, 9, 2, 128, "few queries: two blocks per multiprocessor read while others compute"),
     _Row(16, 1, COLUMNS, 8, 1, 256, "320 columns of both sides together"),
     _Row(12, 1, COLUMNS, 10, 1, 256, "192 rows where 256 do not fit"),
     _Row(8, 1, COLUMNS, 8, 1, 576, "128 rows where 192 do not fit"),
@@ -49,7 +51,14 @@ _TABLE = (
 )
 
 # (consumer, producer) registers per thread by (consumer warpgroups, blocks per multiprocessor).
-_REGISTERS = {(4, 1): (112, 32), (3, 1): (152, 32), (2, 1): (224, 40), (1, 1): (240, 40), (2, 2): (104, 24)}
+_REGISTERS = {
+    (4, 1): (112, 32),
+    (3, 1): (152, 32),
+    (2, 1): (224, 40),
+    (1, 1): (240, 40),
+    (2, 2): (104, 24),
+    (1, 2): (208, 40),
+}
 
 
 class _Forward(Hopper[_Row]):
@@ -67,12 +76,19 @@ class _Forward(Hopper[_Row]):
         consumer, producer = _REGISTERS[tile.warps // 4, tile.min_blocks]
         return {
             **super().constants(work, tile),
+            "SKL_PACKED_ROWS": work.packed_rows,
             "SKL_PIECE_CHUNKS": tile.piece_chunks,
             "SKL_HELD_STEPS": held_steps(work, tile.held),
             "SKL_MIN_BLOCKS": tile.min_blocks,
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
         }
+
+    def packed(self, work: Work) -> Work:
+        return replace(work, packed_rows=packed_rows(work))
+
+    def most_splits(self, work: Work, tile: _Row) -> int:
+        return splits_of_last_rows(work.problem, tile.rows, tile.columns)
 
     def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
         return (split_states(DIVERGENCES[work.problem.divergence].state_floats),)

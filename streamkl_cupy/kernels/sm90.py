@@ -7,16 +7,19 @@ chunks(D) * 128 bytes, and a block 1024 bytes besides, for alignment.
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 from ..problem import INPUT_NAMES
-from .base import Kernel, TileRow, Work
+from .base import Box, Kernel, TileRow, Work
 from .gpus import DeviceFacts
 from .tensor_maps import no_map
 
 COLUMNS = 64
 MIN_STREAMED_QUERIES = 256  # 1000 heads of 128 queries: 0.080 ms against 0.050 ms of the portable kernel (D = 64)
 ALIGNMENT = 1024
+# Query heads share a tile where one of a single head would be half empty at least. A strip of 16 rows has one head.
+LEAST_PACKED_ROWS, MOST_PACKED_ROWS = 16, 64
 
 ARRIVING_LANES = 1
 """Lanes of a warp that arrive at a barrier: 1, or all 32 for checkers that take one lane's arrival for its own only."""
@@ -61,8 +64,14 @@ class Hopper(Kernel[Row]):
     def constants(self, work: Work, tile: Row) -> dict[str, int]:
         return {"SKL_ARRIVING_LANES": ARRIVING_LANES}
 
-    def boxes(self, work: Work, tile: Row) -> tuple[tuple[str, int], ...]:
-        return tuple((name, tile.rows if name.endswith(work.task.stationary) else tile.columns) for name in INPUT_NAMES)
+    def boxes(self, work: Work, tile: Row) -> tuple[Box, ...]:
+        def box(name: str) -> Box:
+            rows = tile.rows if name.endswith(work.task.stationary) else tile.columns
+            if work.packed_rows and name.endswith("q"):
+                return Box(name, work.packed_rows, rows // work.packed_rows)
+            return Box(name, rows)
+
+        return tuple(map(box, INPUT_NAMES))
 
 
 def chunks(dim: int) -> int:
@@ -73,6 +82,16 @@ def chunks(dim: int) -> int:
 def row_bytes(work: Work) -> int:
     """Of a row of both sides."""
     return 128 * sum(chunks(side.dim) for side in work.sides)
+
+
+def packed_rows(work: Work) -> int:
+    """Rows of a tile for each query head where several have theirs in one, those that read the same keys of both sides;
+    0 where each has tiles of its own: there are no such heads, they have more queries than a warpgroup rows, or a mask
+    lists other keys for each of them."""
+    problem = work.problem
+    rows = max(1 << (problem.queries - 1).bit_length(), LEAST_PACKED_ROWS)
+    alone = math.gcd(*(side.group for side in work.sides)) <= 1 or rows > MOST_PACKED_ROWS
+    return 0 if alone or problem.sequences or problem.mask.blocks is not None else rows
 
 
 def held_steps(work: Work, held: int) -> int:

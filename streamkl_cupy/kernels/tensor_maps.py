@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import DriverError
 from ..problem import Operand
-from .base import ELEMENT_BYTES, vector_loads
+from .base import ELEMENT_BYTES, Box, vector_loads
 from .structs import TENSOR_MAP
 
 MAX_STRIDE_BYTES = 1 << 40
@@ -38,8 +38,8 @@ def _encoder() -> Any:
     return function
 
 
-def encode(pointer: int, x: Operand, batch: int, box_rows: int) -> bytes:
-    """The map of an input at an address: boxes of `box_rows` rows x 64 columns, 128-byte swizzle, zeros outside.
+def encode(pointer: int, x: Operand, batch: int, box: Box) -> bytes:
+    """The map of an input at an address: 64 columns wide boxes, 128-byte swizzle, zeros outside.
 
     Raises:
         DriverError: the driver refused; the message says what it was given.
@@ -58,7 +58,7 @@ def encode(pointer: int, x: Operand, batch: int, box_rows: int) -> bytes:
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * 4)(*extents),
         (ctypes.c_uint64 * 3)(*strides),
-        (ctypes.c_uint32 * 4)(_BOX_COLUMNS, box_rows, 1, 1),
+        (ctypes.c_uint32 * 4)(_BOX_COLUMNS, box.rows, box.heads, 1),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         ctypes.c_int(0),
         ctypes.c_int(_SWIZZLE_128B),
@@ -68,6 +68,6 @@ def encode(pointer: int, x: Operand, batch: int, box_rows: int) -> bytes:
     if code:
         raise DriverError(
             f"the driver refused a tensor map (CUresult {code}): address {pointer:#x}, extents {extents}, "
-            f"strides {strides} bytes, box {box_rows} x {_BOX_COLUMNS}"
+            f"strides {strides} bytes, box {box.heads} x {box.rows} x {_BOX_COLUMNS}"
         )
     return bytes(raw[start : start + TENSOR_MAP.size])

@@ -35,6 +35,10 @@ class Schedule:
     arrivals_bytes: int = 0
     partial_bytes: int = 0
     """What these take, with the counters of who has come; those come first, and are zero before a launch."""
+    packed_rows: int = 0
+    """Rows of a query head in tiles that several share; 0: none does."""
+    heads_together: int = 1
+    """Query heads that share them, one after the other."""
 
 
 class Lists(NamedTuple):
