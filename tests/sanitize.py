@@ -61,6 +61,9 @@ def problems(quick: bool) -> Iterator[Problem]:
             yield Problem(2, 4, M, 2, 1, N, D_t, D_s, dtype, {"causal": causal})
     yield Problem(1, 2, 70, 2, 2, 90, 64, 64, options={"causal": True, "q_offset": -20}, strided=True)
     yield Problem(1, 1, 3, 1, 1, 5000, 64, 64)
+    for M, teacher_heads, student_heads in ((16, 2, 2), (5, 1, 2), (40, 2, 1)):  # packed, mostly
+        for D, options in ((64, {"causal": True}), (128, {"window": (700, 0)}), (64, {"key_lengths": ints(900, 0)})):
+            yield Problem(2, 6, M, teacher_heads, student_heads, 1300, D, D, options=options, name="few")
     pattern = patterns.from_dense(
         np.random.default_rng(1).random((4, 7, 7)) < 0.3, queries=301, keys=333, block=(48, 48)
     )
