@@ -16,7 +16,7 @@ from streamkl_cupy.kernels import KERNELS, gpus, work_tiles
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_same_bits
-from streamkl_cupy.testing.problems import RECIPES, make, upstream
+from streamkl_cupy.testing.problems import MASK_OPTIONS, RECIPES, make, upstream
 
 pytestmark = pytest.mark.gpu
 
@@ -112,7 +112,9 @@ def test_splitting_changes_only_the_last_bits(cupy_only: Any, rng: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D_t, D_s", [(64, 64), (128, 128), (40, 72), (64, 128), (256, 128), (120, 16)])
+@pytest.mark.parametrize(
+    "D_t, D_s", [(64, 64), (128, 128), (40, 72), (64, 128), (192, 128), (256, 128), (120, 16), (328, 64), (576, 128)]
+)
 def test_both_gradients_in_one_pass(family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int) -> None:
     for M, N, options in ((300, 333, {}), (257, 700, {"causal": True}), (400, 129, {"causal": True, "q_offset": -37})):
         case = make(B=2, H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
@@ -124,7 +126,35 @@ def test_both_gradients_in_one_pass(family: str, cupy_only: Any, rng: Any, dtype
         assert [fused.side for fused in plan.fused] == (
             [] if family == "sm80" else [side for side, D in (("teacher", D_t), ("student", D_s)) if D <= 128]
         )
-        cupy_only.judge(case, grad, arrays=inputs)
+        cupy_only.judge(case, grad, arrays=inputs, wrt=STUDENT if D_t > 256 else INPUT_NAMES)
+
+
+@pytest.mark.parametrize("divergence", ["kl", "reverse_kl"])
+@pytest.mark.parametrize("D_t, D_s", [(320, 128), (384, 64), (512, 128), (576, 72), (576, 128), (576, 256), (520, 192)])
+def test_students_of_long_teachers(
+    family: str, cupy_only: Any, rng: Any, D_t: int, D_s: int, divergence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All masks, both ways to compute, key heads shared differently; without atomics the same bits each time."""
+    monkeypatch.setattr(work_tiles, "MIN_TILES_IN_LIST", 2)
+    for i, (mask, ask) in enumerate([("none", lambda *_: {}), *MASK_OPTIONS.items()]):
+        B, M, N = 1 if mask == "packed" else 2, int(rng.integers(270, 700)), int(rng.integers(60, 700))
+        heads_t, heads_s = ((2, 4), (1, 2), (4, 1))[i % 3]
+        options = {**ask(rng, B, M, N), **({"causal": True} if i % 2 else {})}
+        case = make(B=B, H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=heads_t, student_key_heads=heads_s,
+                    dtypes=DTYPES[i % 2], seed=int(rng.integers(1 << 30)), divergence=divergence,
+                    **options)  # fmt: skip
+        grad = upstream(rng, (M, 4) if mask == "packed" else (B, 4, M))
+        inputs = cupy_only.arrays(case)
+        plan = streamkl_cupy.plan(*inputs, **cupy_only.options(case))
+        if family == "sm90" and M // max(plan.problem.sequences, 1) >= 256:
+            assert {plan.gradient(name).family for name in STUDENT} == {"sm90"}
+            assert [fused.side for fused in plan.fused] == (["student"] if D_s <= 128 else [])
+        results = [
+            cupy_only.judge(case, grad, arrays=inputs, wrt=STUDENT, deterministic=how)[1] for how in (None, True, True)
+        ]
+        for name, first, second in zip(INPUT_NAMES, results[1], results[2], strict=True):
+            if first is not None:
+                check_same_bits(name, cupy_only.numpy(first), cupy_only.numpy(second))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -61,9 +61,13 @@ constexpr int kStatsPerLane = ceil_div(kColumns, 32);                       // o
 constexpr int kHeld = SKL_HELD_STEPS;                                       // of the teacher's resident rows
 constexpr bool kAhead = SKL_AHEAD;  // the next tile's scores are multiplied while this one's gradients are computed
 constexpr int kBarriers = 2 * kRing + 2;
+// Sums of long head dims, the teacher's, are two halves.
+constexpr bool kLong = Teacher::kSteps > kLongDepth;
+constexpr int kFirstHalf = kLong ? Teacher::kChunks / 2 : Teacher::kChunks;
 
 static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
 static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of the next one, or the one after that");
+static_assert(!(kAhead && kLong), "plan: no registers for a second tile of long sums");
 static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers == SKL_SMEM_BYTES,
               "plan: smem_bytes");
 
@@ -426,17 +430,27 @@ private:
     }
     __device__ void multiply_scores(Scores& t, Scores& s) const {  // of the tile at hand
         const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
-        multiply_rows<Teacher, kRows, Teacher::kChunks>(t, rows_t, ring_t + offset, 0, 0, held);
+        multiply_rows<Teacher, kRows, kFirstHalf>(t, rows_t, ring_t + offset, 0, 0, held);
         multiply_rows<Student, kRows, Student::kChunks>(s, rows_s, ring_s + offset, 0);
     }
     // The same, with nothing else under way.
     __device__ void multiply_scores_now(Scores& t, Scores& s) const {
+        Scores rest;  // the second half
         wgmma_fence();
         multiply_scores(t, s);
+        if constexpr (kLong)
+            multiply_rows<Teacher, kRows, Teacher::kChunks - kFirstHalf>(
+                rest, rows_t, ring_t + static_cast<u64>((at.slot * kTileBytes + kFirstHalf * kColumns * 128) >> 4),
+                kFirstHalf, kFirstHalf);
         wgmma_commit();
         wgmma_wait<0>();
         fence_accumulators(t);
         fence_accumulators(s);
+        if constexpr (kLong) {
+            fence_accumulators(rest);
+#pragma unroll
+            for (int i = 0; i < 4 * kTiles; ++i) t[i / 4][i % 4] += rest[i / 4][i % 4];
+        }
     }
     __device__ void gradients_of(Scores& t, const Scores& s, int slot) const {
         logit_gradients(t, s, stats, shared.stats(slot), scales);

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ..rules.masks import parts_of
 from .base import MAX_GRID, KernelPlan, TileRow, Work
-from .gpus import DeviceFacts
+from .gpus import GPUS, DeviceFacts
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
 from .structs import HOPPER_FUSED, Regions, fused_workspace, partials, row_tiles
 
@@ -50,6 +50,9 @@ class _Row(TileRow):
     """Consumers wait for the next copies before their turn at products, which takes registers."""
     wide: bool = False
     """That warpgroup multiplies all columns at once, and reads the score gradients once."""
+    pieces: bool = False
+    """The other side's queries come in pieces of 64 columns, of which at least `score_stages` are in flight, and of its
+    keys as many columns stay as there is room for; the others come with the queries, 64 keys to a piece."""
 
 
 # Student, 8 heads x 8192, bf16, ms on an H100, one run per line; runs differ by 3 %, and the compiler's order of
@@ -108,6 +111,21 @@ _TABLE = (
     _Row(8, 1, COLUMNS, 2, 1, 192, "a long other side", max_out=MAX_OUT),
     _Row(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=MAX_OUT, ds_stages=1),
 )
+_WIDE = (
+    _Row(
+        8,
+        1,
+        COLUMNS,
+        1,
+        1,
+        576,
+        "a long other side, by pieces",
+        max_out=MAX_OUT,
+        score_stages=4,
+        ds_stages=1,
+        pieces=True,
+    ),
+)
 
 
 class _Fused(Hopper[_Row]):
@@ -134,34 +152,31 @@ class _Fused(Hopper[_Row]):
         return ""
 
     def table(self, work: Work) -> tuple[_Row, ...]:
-        return _TABLE
+        return _WIDE if work.dim > 256 else _TABLE
 
     def threads(self, tile: _Row) -> int:
         return THREADS
 
     def smem_bytes(self, work: Work, tile: _Row) -> int:
-        own, other = chunks(work.side.dim), chunks(work.other_side.dim)
-        rings = tile.stages * own + tile.score_stages * other
-        barriers = 8 * (4 + 2 * (tile.stages + tile.score_stages + tile.ds_stages) + 2 * WORK_ITEMS)
-        return (
-            ALIGNMENT
-            + tile.rows * 128 * (own + other)
-            + COLUMNS * 128 * rings
-            + 128 * tile.warps * 16 * tile.ds_stages
-            + 16384 * tile.stagings
-            + tile.stages * work.row_vectors * COLUMNS * 4
-            + barriers
-            + WORK_ITEMS * WORK_ITEM_BYTES
-        )
+        kept, stages = _score_side(work, tile)
+        return _own_bytes(work, tile) + _score_bytes(work, tile, kept, stages)
+
+    def boxes(self, work: Work, tile: _Row) -> tuple[tuple[str, int], ...]:
+        other = "student_k" if work.task.side == "teacher" else "teacher_k"
+        some = _score_side(work, tile)[0] < chunks(work.other_side.dim)
+        return tuple((name, COLUMNS if some and name == other else rows) for name, rows in super().boxes(work, tile))
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
         hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2
+        kept, score_stages = _score_side(work, tile)
         registers = consumer, query_gradient, producer = _registers(work, tile)
         # Where registers are divided unusually they are all in use, and a mask wants some.
         read_again = bool(work.problem.mask.parts) and registers != _Row.registers
         return {
             **super().constants(work, tile),
-            "SKL_SCORE_STAGES": tile.score_stages,
+            "SKL_PIECES": int(tile.pieces),
+            "SKL_KEPT_CHUNKS": kept,
+            "SKL_SCORE_STAGES": score_stages,
             "SKL_DS_STAGES": tile.ds_stages,
             "SKL_STAGINGS": tile.stagings,
             "SKL_WORK_ITEMS": WORK_ITEMS,
@@ -197,6 +212,37 @@ class _Fused(Hopper[_Row]):
 
     def workspace_bytes(self, work: Work) -> int:
         return -(-_workspace(work).bytes(_entries(work)) // 128) * 128
+
+
+def _own_bytes(work: Work, tile: _Row) -> int:
+    """Shared memory of all but the other side."""
+    return (
+        ALIGNMENT
+        + 128 * chunks(work.side.dim) * (tile.rows + tile.stages * COLUMNS)
+        + 128 * tile.warps * 16 * tile.ds_stages
+        + 16384 * tile.stagings
+        + tile.stages * work.row_vectors * COLUMNS * 4
+        + 8 * (4 + 2 * (tile.stages + tile.ds_stages) + 2 * WORK_ITEMS)
+        + WORK_ITEMS * WORK_ITEM_BYTES
+    )
+
+
+def _score_bytes(work: Work, tile: _Row, kept: int, stages: int) -> int:
+    """Shared memory of the other side, of whose keys so many chunks stay."""
+    stage = COLUMNS * 128 * (1 if tile.pieces else chunks(work.other_side.dim))
+    return tile.rows * 128 * kept + stages * (stage + 2 * 8)
+
+
+def _score_side(work: Work, tile: _Row) -> tuple[int, int]:
+    """How many chunks of the other side's keys stay, and how many stages its ring has."""
+    kept, stages = chunks(work.other_side.dim), tile.score_stages
+    if tile.pieces:
+        room = GPUS["sm_90"].smem_per_block - _own_bytes(work, tile)
+        while kept > 2 and _score_bytes(work, tile, kept, stages) > room:
+            kept -= 1
+        while _score_bytes(work, tile, kept, stages + 1) <= room:
+            stages += 1
+    return kept, stages
 
 
 def _workspace(work: Work) -> Regions:

@@ -53,6 +53,15 @@ _KEYS = (
     _Row(8, 1, 32, 3, 1, 256, "and a mask's registers"),
 )
 
+# Gradients of a student whose teacher is wider than any gradient. The teacher's logits are summed in two halves, which
+# takes `columns` / 2 registers more.
+_WIDE = (
+    _Row(8, 1, 64, 2, 1, 576, "128 rows where they fit", max_out=128),
+    _Row(8, 1, 48, 2, 1, 576, "128 rows where they fit", max_out=128),
+    _Row(4, 1, 48, 2, 1, 576, "64 rows beside two stages", max_out=128),
+    _Row(4, 1, 32, 2, 1, 576, "the widest sides"),
+)
+
 # (consumer, producer) registers per thread by consumer warpgroups.
 _QUERY_REGISTERS = {2: (240, 24), 1: (240, 40)}
 # A producer that asks every part of a long mask needs more, and more still one that fetches row vectors.
@@ -67,6 +76,8 @@ class _Gradient(Hopper[_Row]):
     splits_lists = True
 
     def table(self, work: Work) -> tuple[_Row, ...]:
+        if work.dim > 256:
+            return _WIDE
         return _KEYS if work.rows_are_keys else _QUERIES
 
     def smem_bytes(self, work: Work, tile: _Row) -> int:

@@ -8,7 +8,7 @@ using Scores = float[kTiles][4];  // of one thread: accumulators of keys x queri
 
 // Where a consumer is in the ring of the score side: one register will do where that has a power of two buffers, at the
 // price of instructions, and masks need it.
-template <bool COUNTS = Mask::kParts != 0 && (kScoreRing & (kScoreRing - 1)) == 0>
+template <bool COUNTS = Mask::kParts != 0 && !kPieces && (kScoreRing & (kScoreRing - 1)) == 0>
 struct ScoreCursor : RingCursor<kScoreRing> {
     __device__ int index() const { return this->slot; }
     __device__ u32 phase() const { return this->parity; }
@@ -148,7 +148,7 @@ struct Consumer {
           held(held) {}
 
     __device__ void run() {
-        if (group == 1) pass_turn();
+        if (!kPieces && group == 1) pass_turn();
         for (;;) {
             const WorkItem& item = items.read();
             if (item.head < 0) return;
@@ -190,8 +190,12 @@ private:
                 at.advance();
                 continue;
             }
-            await_score();
-            multiply_score(at.sub);
+            if constexpr (kPieces) {
+                multiply_pieces(Everything{});
+            } else {
+                await_score();
+                multiply_score(at.sub);
+            }
             await_grad();
             if (at.sub == 0)
                 multiply_grad<0>();
@@ -200,7 +204,7 @@ private:
             wgmma_wait<0>();
             fence_accumulators(score_side);
             fence_accumulators(grad_side);
-            score_done(at.sub);
+            if constexpr (!kPieces) score_done(at.sub);
             if (!at.full()) {
                 if (at.sub == 0)
                     partial_step<0>(at);
@@ -209,20 +213,25 @@ private:
                 at.advance();
                 continue;
             }
-            for (bool second = at.sub > 0;; second = false) {
-                if (!second) {
-                    if (!at.next_is_full()) {
-                        step<0, false>();
-                        break;
+            if constexpr (kPieces) {
+                while (at.next_is_full()) step_by_pieces<true>();
+                step_by_pieces<false>();
+            } else {
+                for (bool second = at.sub > 0;; second = false) {
+                    if (!second) {
+                        if (!at.next_is_full()) {
+                            step<0, false>();
+                            break;
+                        }
+                        step<0, true>();
                     }
-                    step<0, true>();
-                }
-                if constexpr (kSubs > 1) {
-                    if (!at.next_is_full()) {
-                        step<1, false>();
-                        break;
+                    if constexpr (kSubs > 1) {
+                        if (!at.next_is_full()) {
+                            step<1, false>();
+                            break;
+                        }
+                        step<1, true>();
                     }
-                    step<1, true>();
                 }
             }
         }
@@ -232,13 +241,77 @@ private:
         mbarrier_wait(shared.barrier(kScoreFull, at_score.index()), at_score.phase());
     }
     __device__ void await_grad() const { mbarrier_wait(shared.barrier(kGradFull, at_grad.slot), at_grad.parity); }
+    __device__ u64 score_stage(int slot) const { return ring_score + static_cast<u64>(slot * (kScoreStageBytes >> 4)); }
     __device__ void multiply_score(int sub) {
         wgmma_fence();
-        const u64 tile = ring_score + static_cast<u64>(at_score.index() * (kScoreTileBytes >> 4));
         multiply_rows<ScoreSide, kRows, ScoreSide::kChunks>(
-            score_side, keys_score + static_cast<u64>(sub * (kSubRows * 128 >> 4)), tile, 0);
+            score_side, keys_score + static_cast<u64>(sub * (kSubRows * 128 >> 4)), score_stage(at_score.index()), 0);
         wgmma_commit();
     }
+    // The same by pieces, done when it returns: each is waited for when it is needed and given back when it has been
+    // read. `settled` is called when what was under way before is done. Sums of long head dims are two halves; for the
+    // second the grad side's registers are free.
+    template <class Settled>
+    __device__ void multiply_pieces(Settled settled) {
+        constexpr bool kLong = ScoreSide::kSteps > kLongDepth;
+        constexpr int kHalf = kLong ? kKept / 2 : kKept;
+        int before = next_piece();
+        multiply_piece(score_side, 0, keys_score, before, 0);
+        wgmma_wait<1>();
+        settled();
+        add_pieces(score_side, 1, kHalf, before);
+        if constexpr (kLong) {
+            add_pieces<true>(grad_side, kHalf, kKept, before);
+        }
+        wgmma_wait<0>();
+        piece_done(before);
+#pragma unroll 1
+        for (int c = kKept; c < ScoreSide::kChunks; ++c) {
+            const int queries = next_piece();
+            int keys = next_piece();
+            const int others = next_piece();
+            piece_done(group == 0 ? others : keys);
+            if (group == 1) keys = others;
+            multiply_piece(score_side, 0, score_stage(keys), queries, 1);
+            wgmma_wait<0>();
+            piece_done(queries);
+            piece_done(keys);
+        }
+        fence_accumulators(score_side);
+        if constexpr (kLong) {
+            fence_accumulators(grad_side);
+#pragma unroll
+            for (int i = 0; i < 4 * kTiles; ++i) score_side[i / 4][i % 4] += grad_side[i / 4][i % 4];
+        }
+    }
+    template <bool FRESH = false>
+    __device__ void add_pieces(Scores& scores, int first, int end, int& before) {
+#pragma unroll 1
+        for (int c = first; c < end; ++c) {
+            const int slot = next_piece();
+            multiply_piece(scores, c, keys_score, slot, !FRESH || c > first);
+            wgmma_wait<1>();
+            piece_done(before);
+            before = slot;
+        }
+    }
+    __device__ void multiply_piece(Scores& scores, int c, u64 keys, int slot, int keep) const {
+        const u64 rows = keys + static_cast<u64>(c * (kRows * 128 >> 4)), columns = score_stage(slot);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            wgmma<ScoreSide::kHalf, 0, 0>(scores, rows + (32 * k >> 4), columns + (32 * k >> 4), k > 0 || keep);
+        wgmma_commit();
+    }
+    // Waits for a piece, and goes on to the next; returns its stage.
+    __device__ int next_piece() {
+        await_score();
+        const int slot = at_score.index();
+        at_score.advance();
+        return slot;
+    }
+    __device__ void piece_done(int slot) const { warp_arrive(shared.barrier(kScoreEmpty, slot)); }
+
     template <int SUB>
     __device__ void multiply_grad() {
         wgmma_fence();
@@ -258,8 +331,12 @@ private:
 
     // Consumers take turns at issuing products: in step with each other they would compute exponentials together and
     // then wait for the matrix unit together.
-    __device__ void await_turn() const { barrier_sync(kTurn + group, kThreads); }
-    __device__ void pass_turn() const { barrier_arrive(kTurn + 1 - group, kThreads); }
+    __device__ void await_turn() const {
+        if constexpr (!kPieces) barrier_sync(kTurn + group, kThreads);
+    }
+    __device__ void pass_turn() const {
+        if constexpr (!kPieces) barrier_arrive(kTurn + 1 - group, kThreads);
+    }
 
     __device__ u32 ds_address() const {
         const u32 to = ds_start + at_ds.slot * kDsBytes;
@@ -329,6 +406,30 @@ private:
         }
     }
 
+    // The same by pieces. The ring holds less than a tile, so consumers take no turns: what one gives back the other has
+    // read. The next scores come after dK += dS^T Q, because the grad side may have one stage, which its next tile wants.
+    template <bool MORE>
+    __device__ void step_by_pieces() {
+        const int slot = at_grad.slot;
+        at_grad.advance();
+        const u32 to = ds_address();
+        Gradients dx;
+        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, scales);
+        accumulate<0>(dx, to, slot);
+        if constexpr (MORE) {
+            multiply_pieces([this, slot] { grad_done(slot, 0); });
+            await_grad();
+            multiply_grad<0>();
+        }
+        wgmma_wait<0>();
+        if constexpr (MORE) {
+            fence_accumulators(grad_side);
+        } else {
+            grad_done(slot, 0);
+        }
+        fence_accumulators(out[0]);
+    }
+
     template <int SUB>
     __device__ void partial_step(const Steps& at) {
         const int slot = at_grad.slot;
@@ -353,7 +454,16 @@ private:
     // Nothing of the consumer's part is visible: no product, and zeros for the queries.
     __device__ void idle_step(int sub) {
         const int slot = at_grad.slot;
-        await_score();  // or two arrivals could fall into one phase
+        // Waits, or two arrivals could fall into one phase.
+        if constexpr (kPieces) {
+            for (int i = 0; i < kTilePieces; ++i) {
+                const int piece = next_piece();
+                __syncwarp();
+                piece_done(piece);
+            }
+        } else {
+            await_score();
+        }
         await_grad();
         if (sub == kSubs - 1) at_grad.advance();
         mbarrier_wait(shared.barrier(kDsEmpty, at_ds.slot), at_ds.parity ^ 1);
@@ -363,7 +473,7 @@ private:
         ds_staged();
         await_turn();
         pass_turn();
-        score_done(sub);
+        if constexpr (!kPieces) score_done(sub);
         grad_done(slot, sub);
     }
 

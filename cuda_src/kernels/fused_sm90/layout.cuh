@@ -34,7 +34,15 @@ constexpr bool kNarrow = E::kNarrowExponent;  // gradients of logits are scaled 
 constexpr int kHelperThreads = 128;              // of the kernels before and after
 constexpr int kOutTiles = 2 * GradSide::kSteps;  // tiles of 8 columns of dK and dQ
 
-constexpr int kGradTileBytes = GradSide::bytes(kColumns), kScoreTileBytes = ScoreSide::bytes(kColumns);
+// Where whole tiles of the score side do not fit, a stage of its ring is a piece: 64 columns of 64 rows. Of the keys
+// kKept chunks of columns stay, the pieces of the others come with those of the queries they meet.
+constexpr bool kPieces = SKL_PIECES;
+constexpr int kKept = SKL_KEPT_CHUNKS;
+constexpr int kTilePieces = ScoreSide::kChunks + (ScoreSide::kChunks - kKept) * kGroups;  // of a tile of queries
+constexpr int kKeyBox = kKept < ScoreSide::kChunks ? 64 : kRows;  // keys that are copied at a time
+
+constexpr int kGradTileBytes = GradSide::bytes(kColumns);
+constexpr int kScoreStageBytes = kPieces ? kColumns * 128 : ScoreSide::bytes(kColumns);
 constexpr int kHeld = SKL_HELD_STEPS;          // of the consumers' keys of the grad side
 constexpr bool kEarlyWaits = SKL_EARLY_WAITS;  // for the next tile's copies, before taking the turn
 constexpr bool kReadAgain = SKL_READ_AGAIN;  // what shared memory has, in every step, where no register is left for it
@@ -47,9 +55,9 @@ constexpr int kStatsBytes = 4 * Stats::kFloats;
 
 // Offsets in shared memory.
 constexpr int kScoreKeysAt = 0;
-constexpr int kGradKeysAt = kScoreKeysAt + ScoreSide::bytes(kRows);
+constexpr int kGradKeysAt = kScoreKeysAt + kKept * kRows * 128;
 constexpr int kScoreAt = kGradKeysAt + GradSide::bytes(kRows);
-constexpr int kGradAt = kScoreAt + kScoreRing * kScoreTileBytes;
+constexpr int kGradAt = kScoreAt + kScoreRing * kScoreStageBytes;
 constexpr int kDsAt = kGradAt + kGradRing * kGradTileBytes;
 constexpr int kStagingAt = kDsAt + kDsStages * kDsBytes;
 constexpr int kStatsAt = kStagingAt + kStagings * kStagingBytes;
@@ -77,6 +85,8 @@ static_assert(GradSide::kChunks % kWide == 0, "plan: products of dQ are equally 
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
 static_assert(kSubs == 1 || (kSubs == 2 && GradSide::kChunks == 1),
               "plan: registers hold two gradients of up to 64 columns");
+static_assert(kPieces ? kSubs == 1 && kScoreRing > kGroups : kKept == ScoreSide::kChunks,
+              "plan: a piece of queries meets one of each consumer's keys");
 static_assert(1024 + kWorkItemsAt + kWorkItems * sizeof(WorkItem) == SKL_SMEM_BYTES, "plan: smem_bytes");
 static_assert(kWarpgroup + kGroups + 1 <= kTurn, "the query gradient's warpgroup has a barrier too");
 
@@ -92,7 +102,7 @@ struct Layout {
         : base((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u) {}
 
     __device__ u32 barrier(Barrier which, int slot = 0) const { return base + (kBarriersAt + 8 * which) + 8 * slot; }
-    __device__ u32 score_tile(int slot) const { return base + kScoreAt + slot * kScoreTileBytes; }
+    __device__ u32 score_stage(int slot) const { return base + kScoreAt + slot * kScoreStageBytes; }
     __device__ u32 grad_tile(int slot) const { return base + kGradAt + slot * kGradTileBytes; }
     __device__ u32 stats(int slot) const { return base + kStatsAt + slot * kStatsBytes; }
     __device__ WorkItemRing items(unsigned char* memory) const {

@@ -87,9 +87,10 @@ private:
             warp_wait(shared.barrier(kScoreKeysEmpty), at_score_keys.parity ^ 1);
             if (lane == 0) {
                 const u32 here = shared.barrier(kScoreKeysFull);
-                mbarrier_expect(here, ScoreSide::bytes(kRows));
-                load_chunks<kRows>(shared.base + kScoreKeysAt, score_k, here, 0, ScoreSide::kChunks, key,
-                                   item.head / score_group, batch);
+                mbarrier_expect(here, kKept * kRows * 128);
+                for (int row = 0; row < kRows; row += kKeyBox)
+                    load_chunks<kRows>(shared.base + kScoreKeysAt + row * 128, score_k, here, 0, kKept, key + row,
+                                       item.head / score_group, batch);
             }
             at_score_keys.advance();
         }
@@ -101,16 +102,7 @@ private:
         const TensorMap& score_q = kSide == kTeacher ? all.student_q : all.teacher_q;
         const int batch = item.block.batch;
         const float* const stats = space.row_stats + space.entry(batch, item.head, item.segment, 0) * Stats::kFloats;
-        for (Walk walk = walk_of(item, n()); walk.more(); walk.next()) {
-            const int query = item.segment.first_query + walk.row();
-            warp_wait(shared.barrier(kScoreEmpty, at_score.slot), at_score.parity ^ 1);
-            if (lane == 0) {
-                const u32 score_side = shared.barrier(kScoreFull, at_score.slot);
-                mbarrier_expect(score_side, kScoreTileBytes);
-                load_chunks<kColumns>(shared.score_tile(at_score.slot), score_q, score_side, 0, ScoreSide::kChunks,
-                                      query, item.head, batch);
-            }
-            at_score.advance();
+        const auto load_grad = [&](const Walk& walk, int query) {
             warp_wait(shared.barrier(kGradEmpty, at_grad.slot), at_grad.parity ^ 1);
             if (lane == 0) {
                 const u32 grad_side = shared.barrier(kGradFull, at_grad.slot);
@@ -121,6 +113,36 @@ private:
                           kStatsBytes, grad_side);
             }
             at_grad.advance();
+        };
+        for (Walk walk = walk_of(item, n()); walk.more(); walk.next()) {
+            const int query = item.segment.first_query + walk.row();
+            if constexpr (kPieces) {
+                // The grad side's tile as soon as the ring is full: consumers give the last one back with their first
+                // piece of this tile at the latest, and want it after all pieces.
+                for (int c = 0; c < ScoreSide::kChunks; ++c) {
+                    load_score(score_q, c, 1, query, item.head, batch);
+                    if (c + 1 == min(kScoreRing, kKept)) load_grad(walk, query);
+                    if (c < kKept) continue;
+                    const TensorMap& score_k = kSide == kTeacher ? all.student_k : all.teacher_k;
+                    const int key = item.segment.first_key + item.block.tile * kRows;
+                    for (int group = 0; group < kGroups; ++group)
+                        load_score(score_k, c, 1, key + 64 * group, item.head / score_group, batch);
+                }
+            } else {
+                load_score(score_q, 0, ScoreSide::kChunks, query, item.head, batch);
+                load_grad(walk, query);
+            }
         }
+    }
+
+    // What a stage of the score side's ring holds, when that is free.
+    __device__ void load_score(const TensorMap& map, int first_chunk, int chunks, int row, int head, int batch) {
+        warp_wait(shared.barrier(kScoreEmpty, at_score.slot), at_score.parity ^ 1);
+        if (lane == 0) {
+            const u32 here = shared.barrier(kScoreFull, at_score.slot);
+            mbarrier_expect(here, kScoreStageBytes);
+            load_chunks<kColumns>(shared.score_stage(at_score.slot), map, here, first_chunk, chunks, row, head, batch);
+        }
+        at_score.advance();
     }
 };
