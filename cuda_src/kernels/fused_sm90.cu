@@ -21,7 +21,8 @@
 //             heads
 //   producer  one warp, whose first lane issues copies (lists of tiles are searched by whole warps); finds work tiles
 //             and streams queries, kColumns at a time, of each side through a ring, the grad side's with the row stats.
-//             The score side's keys are loaded anew where the query head reads others
+//             The score side's keys are loaded anew where the query head reads others. kPieces: the score side is too
+//             wide for whole tiles, its ring has pieces of 64 x 64 and with them what of its keys does not stay
 //   consumers two warpgroups, 64 of every 128 keys each: both scores, transposed (keys x queries), become dS^T, which
 //             is operand A of dK from registers, and goes through shared memory to
 //   dQ        one warpgroup: dS (read transposed) times the grad side's keys, kWide x 64 columns at a time; each warp

@@ -40,8 +40,12 @@ DIMS = (
     (64, 128),
     (128, 64),
     (192, 128),
-    (576, 128),
+    (320, 128),
+    (384, 128),
     (512, 64),
+    (576, 128),
+    (576, 192),
+    (576, 256),
 )
 """(teacher, student); the unequal ones are shrunk students, latent attention and indexers."""
 

@@ -29,7 +29,7 @@ class Torch(Framework):
         self.devices: dict[Any, Device] = {torch.device("cpu"): CPU}
         # The public way builds a Stream object, 8 us; the private one returns the handle.
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        # What torch's own compiled programs make tensors by, at a third of the cost; a name that is gone is done without.
+        # What torch's own compiled programs make tensors by, at a third of the cost; done without where it is gone.
         fast = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self.part = getattr(fast, "_reinterpret_tensor", None)
         self.empty_on_cpu = getattr(fast, "_empty_strided_cpu", None)

@@ -2,9 +2,11 @@
 
 Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), `keys` of a block and 64 queries to a tile:
 
-    1024 (alignment) + 128 * keys * (chunks(D_own) + chunks(D_other)) + 8192 * (stages * chunks(D_own)
-        + score_stages * chunks(D_other)) + 16384 * (ds_stages + stagings) + stages * row_vectors * 256 + barriers
-        + work items
+    1024 (alignment) + 128 * keys * (chunks(D_own) + kept) + 8192 * (stages * chunks(D_own) + score_stages * unit)
+        + 16384 * (ds_stages + stagings) + stages * row_vectors * 256 + barriers + work items
+
+`kept` and `unit` are chunks(D_other) where whole tiles of the other side fit. By pieces `unit` is 1, `kept` are as many
+chunks of its keys as fit, and stages take what is left.
 
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
 the keys themselves; masks with holes, intervals beside four row vectors, and an other side beyond 128 leave no room for
@@ -16,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..rules.masks import parts_of
-from .base import MAX_GRID, KernelPlan, TileRow, Work
+from .base import MAX_GRID, Box, KernelPlan, TileRow, Work
 from .gpus import GPUS, DeviceFacts
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
 from .structs import HOPPER_FUSED, Regions, fused_workspace, partials, row_tiles
@@ -110,8 +112,6 @@ _TABLE = (
     _Row(8, 1, COLUMNS, 3, 1, 128, "the same, and a mask's registers", max_out=MAX_OUT, stagings=2),
     _Row(8, 1, COLUMNS, 2, 1, 192, "a long other side", max_out=MAX_OUT),
     _Row(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=MAX_OUT, ds_stages=1),
-)
-_WIDE = (
     _Row(
         8,
         1,
@@ -119,7 +119,7 @@ _WIDE = (
         1,
         1,
         576,
-        "a long other side, by pieces",
+        "an other side of any width, by pieces",
         max_out=MAX_OUT,
         score_stages=4,
         ds_stages=1,
@@ -152,7 +152,7 @@ class _Fused(Hopper[_Row]):
         return ""
 
     def table(self, work: Work) -> tuple[_Row, ...]:
-        return _WIDE if work.dim > 256 else _TABLE
+        return _TABLE
 
     def threads(self, tile: _Row) -> int:
         return THREADS
@@ -161,10 +161,11 @@ class _Fused(Hopper[_Row]):
         kept, stages = _score_side(work, tile)
         return _own_bytes(work, tile) + _score_bytes(work, tile, kept, stages)
 
-    def boxes(self, work: Work, tile: _Row) -> tuple[tuple[str, int], ...]:
+    def boxes(self, work: Work, tile: _Row) -> tuple[Box, ...]:
+        if _score_side(work, tile)[0] == chunks(work.other_side.dim):
+            return super().boxes(work, tile)
         other = "student_k" if work.task.side == "teacher" else "teacher_k"
-        some = _score_side(work, tile)[0] < chunks(work.other_side.dim)
-        return tuple((name, COLUMNS if some and name == other else rows) for name, rows in super().boxes(work, tile))
+        return tuple(x._replace(rows=COLUMNS) if x.name == other else x for x in super().boxes(work, tile))
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
         hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2
