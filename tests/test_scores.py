@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from streamkl_cupy import validate
 from streamkl_cupy.arrays import Saved
-from streamkl_cupy.call import ATTENTION_KL, Call, Checked, runner_for
+from streamkl_cupy.call import ATTENTION_KL, Call, runner_for
 from streamkl_cupy.compiler import catalogue
 from streamkl_cupy.compiler.source import cuda_root, flatten
 from streamkl_cupy.frameworks import describe
@@ -148,9 +148,8 @@ def with_score(ready: Any, score: str) -> Any:
     """A checked call, as if it had asked for that score."""
     problem = replace(ready.checked.problem, score=score)
     runner = runner_for(problem)
-    return ready._replace(
-        checked=Checked(runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes)
-    )
+    checked = ready.checked._replace(runner=runner, problem=problem, workspace_bytes=runner.workspace_bytes)
+    return ready._replace(checked=checked)
 
 
 @of_every_score

@@ -44,8 +44,6 @@ DIMS = (
     (384, 128),
     (512, 64),
     (576, 128),
-    (576, 192),
-    (576, 256),
 )
 """(teacher, student); the unequal ones are shrunk students, latent attention and indexers."""
 
