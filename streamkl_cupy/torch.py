@@ -79,12 +79,11 @@ def _launched(call: Call, asked: LossOptions) -> Any:
     like = call.operands[2]
     if weight is not None:
         _check_weight(weight, like, ready.checked.row_shape)
-    recording = torch.is_grad_enabled()
-    if not recording or not any(x.requires_grad for x in call.operands):
+    if not _differentiated(call.operands):
         kl, teacher_lse, student_lse = [view.array for view in ready.forward()]
         return _reduced(kl, teacher_lse, student_lse, asked)
     # Weights that are differentiated too, or looked on, are torch's own matter.
-    apart = weight is not None and ((recording and weight.requires_grad) or not _unwatched((weight,)))
+    apart = weight is not None and not _plain((weight,))
     inside = LossOptions(return_lse=True) if apart else asked
     found: Any = _Step.apply(*call.operands, ready, call, inside)  # type: ignore[no-untyped-call]
     if apart:
@@ -262,7 +261,12 @@ _KINDS = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 def _plain(inputs: Sequence[Tensor]) -> bool:
     """The same, and nothing differentiates it."""
-    return _unwatched(inputs) and not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+    return _unwatched(inputs) and not _differentiated(inputs)
+
+
+def _differentiated(inputs: Sequence[Tensor]) -> bool:
+    """Whether autograd records a call with these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def _as_it_lies(grad: Tensor) -> bool:

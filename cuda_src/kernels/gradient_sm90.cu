@@ -448,8 +448,7 @@ private:
         fence_accumulators(s);
         if constexpr (kLong) {
             fence_accumulators(rest);
-#pragma unroll
-            for (int i = 0; i < 4 * kTiles; ++i) t[i / 4][i % 4] += rest[i / 4][i % 4];
+            add<kTiles>(t, rest);
         }
     }
     __device__ void gradients_of(Scores& t, const Scores& s, int slot) const {

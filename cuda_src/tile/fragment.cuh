@@ -152,13 +152,16 @@ __device__ inline void clear(Strip<TILES>& x) {
 }
 
 template <int TILES>
+__device__ inline void add(float (&x)[TILES][4], const float (&y)[TILES][4]) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[n][e] += y[n][e];
+}
+template <int TILES>
 __device__ inline void add(Strip<TILES>& x, const Strip<TILES>& y) {
 #pragma unroll
-    for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < TILES; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[m][n][e] += y[m][n][e];
+    for (int m = 0; m < kWarpTiles; ++m) add<TILES>(x[m], y[m]);
 }
 
 // The matrix unit truncates when it adds to an accumulator, so a long head dim is summed in two halves.

@@ -10,7 +10,6 @@ import importlib
 import operator
 import sys
 from contextlib import AbstractContextManager
-from pkgutil import iter_modules
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -19,16 +18,13 @@ from ..arguments import a_kind_of
 from ..arrays import ITEMSIZE, ArrayView, RowStats
 from ..options import MASK_ARRAYS
 from ..problem import Device, compact_strides
+from ..rules.registry import entries_of
 from .base import FRAMEWORKS, READERS, Framework, Reader, dtype_label, known, refused_dtype
 from .cupy import cupy_module
 
 _R = TypeVar("_R")
 
-OWN: Final[dict[str, type[Framework]]] = {
-    found.name: importlib.import_module(f"{__name__}.{found.name}").FRAMEWORK
-    for found in iter_modules(__path__)
-    if found.name not in ("base", "dlpack")
-}
+OWN: Final[dict[str, type[Framework]]] = entries_of(__name__, __path__, "FRAMEWORK", ("base", "dlpack"))
 """The frameworks with a module here; all others are guests."""
 
 

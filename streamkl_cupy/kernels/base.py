@@ -80,9 +80,14 @@ class Work:
         return self.problem.student if self.task.side == "teacher" else self.problem.teacher
 
     @property
+    def sharing_heads(self) -> int:
+        """Query heads, one after the other, that read the same keys of both sides."""
+        return math.gcd(*(max(side.group, 1) for side in self.sides))
+
+    @property
     def heads_together(self) -> int:
         """Query heads whose rows lie in the same tiles."""
-        return math.gcd(*(max(side.group, 1) for side in self.sides)) if self.packed_rows else 1
+        return self.sharing_heads if self.packed_rows else 1
 
     @property
     def heads(self) -> int:

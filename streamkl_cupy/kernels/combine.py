@@ -10,13 +10,12 @@ from ..rules.masks import Scene, key_range, parts_of
 from .base import KernelPlan, Task, Work
 from .gpus import DeviceFacts
 from .structs import FORWARD
+from .work_tiles import TILES_TO_START
 
 COMBINE = Task("combine")
 # Splitting costs a workspace and a second launch: below this many key tiles an unsplit block is done sooner.
 MIN_TILES_TO_SPLIT = 64
 MIN_TILES_PER_SPLIT = 8
-# A block takes about ten microseconds to start and to end, in which it could walk so many tiles.
-TILES_TO_START = 6
 THREADS = 128
 
 

@@ -7,7 +7,6 @@ chunks(D) * 128 bytes, and a block 1024 bytes besides, for alignment.
 
 from __future__ import annotations
 
-import math
 from typing import TypeVar
 
 from ..problem import INPUT_NAMES
@@ -90,7 +89,7 @@ def packed_rows(work: Work) -> int:
     lists other keys for each of them."""
     problem = work.problem
     rows = max(1 << (problem.queries - 1).bit_length(), LEAST_PACKED_ROWS)
-    alone = math.gcd(*(side.group for side in work.sides)) <= 1 or rows > MOST_PACKED_ROWS
+    alone = work.sharing_heads == 1 or rows > MOST_PACKED_ROWS
     return 0 if alone or problem.sequences or problem.mask.blocks is not None else rows
 
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from ..patterns import BlockPattern
 
 NO_LIMIT = 2**31 - 1
-# A block needs about ten microseconds to start and to end, in which it could walk six tiles.
-MIN_TILES_IN_LIST = 32
+# A block needs about ten microseconds to start and to end, in which it could walk so many tiles.
+TILES_TO_START = 6
+MIN_TILES_IN_LIST = 32  # or starts would be much of it
 
 
 @dataclass(frozen=True)

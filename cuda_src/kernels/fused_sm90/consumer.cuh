@@ -280,8 +280,7 @@ private:
         fence_accumulators(score_side);
         if constexpr (kLong) {
             fence_accumulators(grad_side);
-#pragma unroll
-            for (int i = 0; i < 4 * kTiles; ++i) score_side[i / 4][i % 4] += grad_side[i / 4][i % 4];
+            add<kTiles>(score_side, grad_side);
         }
     }
     template <bool FRESH = false>

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Final
 
+from ..registry import entries_of
 from .interface import Divergence
 
-DIVERGENCES: Final[dict[str, Divergence]] = {
-    found.name: import_module(f"{__name__}.{found.name}").DIVERGENCE
-    for found in iter_modules(__path__)
-    if found.name != "interface"
-}
+DIVERGENCES: Final[dict[str, Divergence]] = entries_of(__name__, __path__, "DIVERGENCE", ("interface",))

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Final
 
+from ..registry import entries_of
 from .interface import Score
 
-SCORES: Final[dict[str, Score]] = {
-    found.name: import_module(f"{__name__}.{found.name}").SCORE
-    for found in iter_modules(__path__)
-    if found.name != "interface"
-}
+SCORES: Final[dict[str, Score]] = entries_of(__name__, __path__, "SCORE", ("interface",))
