@@ -181,7 +181,7 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         raise NotImplementedError(
             f"M={problem.queries}, N={problem.keys}: kernels count rows up to {MAX_ROWS}; split the call"
         )
-    plan = _unsplit_plan(_without_numbers(problem), facts)
+    plan = _shared(_unsplit_plan(_without_numbers(problem), facts), problem, facts)
     forward = plan.forward
     assert forward.tile
     rows = problem.batch * problem.heads * problem.queries
@@ -211,6 +211,26 @@ def no_gradients(problem: Problem, name: str) -> str:
             f"{problem.score!r} reach {meaning.largest_slope:g}; bfloat16 and float32 have the range"
         )
     return ""
+
+
+def _shared(plan: Plan, problem: Problem, facts: DeviceFacts) -> Plan:
+    """The plan with few row tiles of its gradients shared by blocks, as the mask's numbers have it."""
+
+    def share(kernel: KernelPlan) -> KernelPlan:
+        families = {x.family: x for x in KERNELS[kernel.task.kind]}
+        return families[kernel.family].shared(kernel, Work(problem, kernel.task), facts)
+
+    def share_pass(whole: FusedPlan) -> FusedPlan:
+        main = share(whole.main)
+        before, after = (replace(x, schedule=main.schedule) for x in (whole.kernels[0], whole.kernels[2]))
+        more = main.schedule.partial_bytes - whole.main.schedule.partial_bytes
+        return replace(whole, kernels=(before, main, after), workspace_bytes=whole.workspace_bytes + more)
+
+    return replace(
+        plan,
+        gradients=tuple((name, share(kernel)) for name, kernel in plan.gradients),
+        fused=tuple(share_pass(x) for x in plan.fused),
+    )
 
 
 def _without_numbers(problem: Problem) -> Problem:

@@ -12,7 +12,7 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import arrays, call, frameworks, patterns, planning
 from streamkl_cupy.call import ATTENTION_KL, Call
-from streamkl_cupy.kernels import KERNELS, gpus, work_tiles
+from streamkl_cupy.kernels import KERNELS, gpus, shares, work_tiles
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_same_bits
@@ -186,6 +186,86 @@ def test_shared_lists(
             results.append(cupy_only.judge(case, grad, arrays=inputs, deterministic=deterministic)[1])
         for name, first, second in zip(INPUT_NAMES, results[1], results[2], strict=True):
             check_same_bits(name, cupy_only.numpy(first), cupy_only.numpy(second))
+
+
+def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row tiles of a few steps are shared here as those of long rows are."""
+    for name, value in (("LEAST_STEPS", 1), ("START", 0), ("SUMS", 0), ("WORTH", 2.0)):
+        monkeypatch.setattr(shares, name, value)
+
+
+def own_steps(plan: Any) -> dict[str, int]:
+    """Over how many blocks the steps of row tiles go, by kernel."""
+    kernels = [*plan.gradients, *(("fused " + fused.side, fused.main) for fused in plan.fused)]
+    return {name: kernel.schedule.splits for name, kernel in kernels}
+
+
+MASKED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"causal": True},
+    "far below": {"causal": True, "q_offset": -333},
+    "window": {"window": (150, 40)},
+    "lengths": {"key_lengths": np.array([0, 131], np.int32), "causal": True, "q_offset": 0},
+    "packed": {
+        "cu_seqlens_q": np.array([0, 0, 500, 501, 1080], np.int32),
+        "cu_seqlens_k": np.array([0, 70, 290, 290, 600], np.int32),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", [*MASKED, "keys"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D_t, D_s", [(64, 64), (128, 128), (72, 40), (192, 128)])
+def test_shared_row_tiles(
+    family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key head for many heads of queries, few keys, few queries: blocks share what a tile of rows streams."""
+    cut_small(monkeypatch)
+    for M, N, heads, teacher, student in ((700, 610, 6, 2, 1), (900, 63, 2, 2, 2), (40, 2000, 2, 1, 2)):
+        if kind == "packed" and N == 63:
+            continue
+        options = {"key_mask": rng.random((2, N)) < 0.6} if kind == "keys" else MASKED[kind]
+        rows = max(M, 1100) if kind == "packed" else M
+        case = make(B=1 if kind == "packed" else 2, H=heads, M=rows, N=max(N, 610) if kind == "packed" else N, D_t=D_t,
+                    D_s=D_s, teacher_key_heads=teacher, student_key_heads=student, dtypes=dtype,
+                    seed=int(rng.integers(1 << 30)), **options)  # fmt: skip
+        grad = upstream(rng, case.arrays[0].shape[:-1])
+        inputs = cupy_only.arrays(case)
+        results = []
+        for deterministic in (None, True, True):
+            options = {**case.options, "deterministic": deterministic}
+            plan = streamkl_cupy.plan(*inputs, **cupy_only.options(case._replace(options=options)))
+            if family == "sm90" and kind in ("none", "keys"):
+                assert max(own_steps(plan).values()) > 1, plan
+            # Where the workspace will lie, counters of who has come are not zero.
+            cupy_only.full((plan.backward_bytes(INPUT_NAMES) // 4 + 1,), "float32")
+            results.append(cupy_only.judge(case, grad, arrays=inputs, deterministic=deterministic)[1])
+        for name, first, second in zip(INPUT_NAMES, results[1], results[2], strict=True):
+            check_same_bits(name, cupy_only.numpy(first), cupy_only.numpy(second))
+
+
+def test_row_tiles_are_not_shared_without_a_workspace(
+    family: str, cupy_only: Any, rng: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_small(monkeypatch)
+    case = make(H=8, M=640, N=300, D_t=64, teacher_key_heads=1, student_key_heads=1, dtypes="bfloat16",
+                seed=int(rng.integers(1 << 30)), causal=True)  # fmt: skip
+    inputs = cupy_only.arrays(case)
+    ready = Call.of(ATTENTION_KL, tuple(inputs), {"causal": True}).ready()
+    views, stream = ready.inputs, frameworks.stream_of(ready.inputs.student_q)
+    rows = streamkl_cupy.attention_kl_forward(*inputs, **case.options)
+    grad = upstream(rng, (1, 8, 640))
+    given = (cupy_only.array(grad, "float32"), rows.teacher_lse, rows.student_lse, rows.kl)
+    saved = arrays.Saved(*(frameworks.describe(name, x) for name, x in zip(arrays.Saved._fields, given, strict=True)))
+    wanted = reference.backward(grad, *case.arrays, **case.options)
+    plan = ready.checked.runner.plan
+    sums = max((x.workspace_bytes - x.main.schedule.partial_bytes for x in plan.fused), default=0)
+    for room in (0, sums):
+        outputs = arrays.Gradients(*(frameworks.empty(view, view.shape, view.dtype) for view in views))
+        workspace = cupy_only.full((room // 4 + 1,), "float32")
+        address = workspace.data.ptr if room else 0
+        ready.checked.runner.backward(views, saved, outputs, stream, address, room=room)
+        check_gradients(tuple(cupy_only.numpy(x.array) for x in outputs), wanted, case.dtypes)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "float32"])

@@ -74,8 +74,8 @@ int walk(const Extents& n, int heads, int group, unsigned char* seen, int* writt
     const int column_count = kRowsAreQueries ? segment.keys : segment.queries;
     const int first = block.tile * kRows, end = min(first + kRows, row_count);
     if (first >= row_count) return Mask::kRagged ? 0 : 1;
-    if (block.list_splits == 0) return 0;
-    if (block.list_split == 0 && block.split == 0)
+    if (block.shares == 0) return 0;
+    if (block.share == 0 && block.split == 0)
         for (int r = first; r < end; ++r)
             ++written[(block.batch * heads + block.head) * (kRowsAreQueries ? n.queries : n.keys) +
                       (kRowsAreQueries ? segment.first_query : segment.first_key) + r];

@@ -17,8 +17,8 @@
 // Main kernel, whose blocks are persistent (pipeline/work_tiles.cuh); each role is a struct in a file of its own, in
 // fused_sm90/ producer.cuh, consumer.cuh and query_gradient.cuh, and layout.cuh is what they share:
 //
-//   work tile kRows keys of one key head of the grad side, resident in shared memory; a work item is one of its query
-//             heads
+//   work tile kRows keys of one key head of the grad side, resident in shared memory, or a share of its steps; a work
+//             item is one of its query heads
 //   producer  one warp, whose first lane issues copies (lists of tiles are searched by whole warps); finds work tiles
 //             and streams queries, kColumns at a time, of each side through a ring, the grad side's with the row stats.
 //             The score side's keys are loaded anew where the query head reads others. kPieces: the score side is too
@@ -41,8 +41,8 @@
 //   ds_empty[i]      one per warp of dQ          consumers: stage i of dS may be overwritten
 //
 // An element type of narrow exponent gets dS twice: with g, scaled by one power of two per key block, for dK, and
-// without g, scaled by one per row, for dQ; `finish` multiplies g in. Where a list says so, blocks split the queries of
-// a key tile and dK is added up as in pipeline/partials.cuh.
+// without g, scaled by one per row, for dQ; `finish` multiplies g in. Where key tiles are few or have long lists, blocks
+// share the queries of one and dK is added up as in pipeline/partials.cuh.
 #include "kernels/fused_sm90/layout.cuh"
 #include "kernels/fused_sm90/prepare_finish.cuh"
 #include "kernels/fused_sm90/producer.cuh"

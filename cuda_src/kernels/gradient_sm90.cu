@@ -22,14 +22,13 @@
 //
 // Rows of a tile that hold an infinity or a NaN are cleared before the product with dX, on tiles that are not visible
 // as a whole: who sees them has NaN already, and who does not must not get it. No atomics and no workspace, but where
-// blocks share a list (pipeline/partials.cuh): each output element has one owner and a fixed order of addition. Of the
+// blocks share a tile's steps (pipeline/partials.cuh): each output element has one owner and a fixed order of addition. Of the
 // teacher's resident rows kHeld steps are kept in registers (tile/swizzled.cuh). Types of narrow exponent are scaled as
 // in gradient_sm80.cu.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
 #include "pipeline/barriers.cuh"
-#include "pipeline/partials.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
@@ -40,6 +39,7 @@
 #include "@mask"
 #include "@divergence"
 #include "@score"
+#include "pipeline/partials.cuh"
 #include "tile/row_stats.cuh"
 
 using Teacher = SwizzledTile<SKL_T_ELEMENT, SKL_T_DIM>;
@@ -94,36 +94,43 @@ __device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : T
 // What a block works on.
 struct Task {
     Block block;
-    int first_head, end_head;  // query heads that are summed
+    int out_heads;  // of the gradient
     Segment segment;
     int row_count;  // rows of the stationary operand
     Range rows;     // the block's own
+    Share share;    // query heads that are summed, and the steps of these
 
-    __device__ explicit Task(const Extents& n) {
-        const int heads_per_block = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
-        const int out_heads = n.heads / heads_per_block;
+    __device__ explicit Task(const GradientArgs& args) {
+        const Extents& n = args.n;
+        const int group = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
+        out_heads = n.heads / group;
         block = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
-        first_head = block.head * heads_per_block;
-        end_head = first_head + heads_per_block;
-        segment = Mask::locate(n, first_head, block);
+        const Range heads{block.head * group, block.head * group + group};
+        segment = Mask::locate(n, heads.begin, block);
         row_count = kRowsAreQueries ? segment.queries : segment.keys;
         rows = {block.tile * kRows, min(block.tile * kRows + kRows, row_count)};
+        const Range each = steps(mask(n, heads.begin));
+        share = Share(heads, each.end - each.begin, block, args);
     }
     __device__ Mask mask(const Extents& n, int head) const { return Mask(n, segment, block.batch, head); }
     // The interval of streamed rows that some of these rows meet.
     __device__ static Range streamed_of(const Mask& mask, Range rows) {
         return kRowsAreQueries ? mask.keys_of(rows.begin, rows.end) : mask.queries_of(rows.begin, rows.end);
     }
-    __device__ Cursor<Mask> walk(const Mask& mask) const {
+    // All steps of a head.
+    __device__ Range steps(const Mask& mask) const {
         Range tiles = covering(streamed_of(mask, rows), kColumns);
         if constexpr (Mask::kListed) tiles.intersect(block.streamed);
-        return {mask, rows, mask.steps_of(rows.begin, tiles)};
+        return mask.steps_of(rows.begin, tiles);
+    }
+    __device__ Cursor<Mask> walk(const Mask& mask, int head) const {
+        return {mask, rows, share.of(head, steps(mask))};
     }
     // Whether the resident rows are other ones than those of the head before: the other side may share keys
     // differently.
     __device__ bool new_rows(const Extents& n, int head) const {
         const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
-        return head == first_head || head / other_group != (head - 1) / other_group;
+        return head == share.heads.begin || head / other_group != (head - 1) / other_group;
     }
 };
 
@@ -162,12 +169,12 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
     u32 free_parity = 0;
     int exponent = kLowestExponent;
 
-    for (int head = task.first_head; head < task.end_head; ++head) {
+    for (int head = task.share.heads.begin; head < task.share.heads.end; ++head) {
         const int head_t = head / n.teacher_group, head_s = head / n.student_group;  // of the keys
         const Mask mask = task.mask(n, head);
         const RowVectors vectors(args, batch, head, first_query);
         if (task.new_rows(n, head)) {
-            if (head > task.first_head) {
+            if (head > task.share.heads.begin) {
                 warp_wait(shared.rows_free(), free_parity);
                 free_parity ^= 1;
             }
@@ -188,7 +195,7 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
 #pragma unroll
                 for (int i = 0; i < kStatsPerLane; ++i) x[i] = vectors.at(args, min(first + lane + 32 * i, last));
         };
-        Cursor<Mask> walk = task.walk(mask);
+        Cursor<Mask> walk = task.walk(mask, head);
         if (walk.more()) read(walk.row());
         while (walk.more()) {
             const int first = walk.row();
@@ -321,7 +328,7 @@ struct Consumer {
           group(group),
           lane(lane_id()),
           scales{args.teacher_scale, args.student_scale},
-          mask(task.mask(args.n, task.first_head)),
+          mask(task.mask(args.n, task.share.heads.begin)),
           own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)},
           mine(own.begin < own.end ? covering(Task::streamed_of(mask, own), kColumns) : Range{0, 0}),
           row(own.begin + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane)),
@@ -350,25 +357,26 @@ struct Consumer {
 
     // Sums over all heads of the block.
     __device__ void run() {
-        for (int head = task.first_head; head < task.end_head; ++head) {
+        for (int head = task.share.heads.begin; head < task.share.heads.end; ++head) {
             if (task.new_rows(args.n, head)) {
                 warp_wait(shared.rows_here(), rows_parity);
                 rows_parity ^= 1;
                 held.template load<kRows>(shared.rows, 16 * (threadIdx.x / 32));
             }
-            Cursor<Mask> walk = task.walk(task.mask(args.n, head));
+            Cursor<Mask> walk = task.walk(task.mask(args.n, head), head);
             for (; walk.more() && walk.tile() < mine.begin; walk.next()) skip();
             if constexpr (kAhead)
                 work_ahead(walk);
             else
                 work(walk);
             for (; walk.more(); walk.next()) skip();
-            if (head + 1 < task.end_head && task.new_rows(args.n, head + 1)) warp_arrive(shared.rows_free());
+            if (head + 1 < task.share.heads.end && task.new_rows(args.n, head + 1)) warp_arrive(shared.rows_free());
         }
     }
 
     // Scales the sums and writes them, by who has all of them.
     __device__ void write() {
+        if (own.begin + 16 * ((threadIdx.x / 32) & 3) >= task.row_count) return;
         constexpr int bytes = OutElement::kBytes;
         const Block& block = task.block;
         const int first_out = kRowsAreQueries ? task.segment.first_query : task.segment.first_key;
@@ -393,10 +401,7 @@ struct Consumer {
                 out[d][Accumulators::element(half, 1)] *= factor;
             }
         }
-        if constexpr (Mask::kListed) {
-            const int out_heads = args.n.heads / (task.end_head - task.first_head);
-            if (block.list_splits > 1 && !add_partials(out, block, block.batch * out_heads + block.head, args)) return;
-        }
+        if (block.shares > 1 && !add_partials(out, block, block.batch * task.out_heads + block.head, args)) return;
 #pragma unroll
         for (int half = 0; half < Accumulators::kRows; ++half) {
             const int r = row + Accumulators::below(half);
@@ -605,9 +610,8 @@ private:
 extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     streamkl_gradient(const __grid_constant__ HopperGradientArgs all) {
     extern __shared__ unsigned char memory[];
-    Task task(all.base.n);
-    if (Mask::kRagged && task.rows.begin >= task.row_count) return;
-    if (Mask::kListed && !limit_list_splits(task.block, all.base)) return;
+    const Task task(all.base);
+    if (task.block.shares == 0 || (Mask::kRagged && task.rows.begin >= task.row_count)) return;
     const Layout shared((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u);
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform
     // registers.

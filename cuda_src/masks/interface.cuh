@@ -35,11 +35,12 @@ struct Segment {
     int sequence;
 };
 
-// A tile of stationary rows, and which tiles a block streams past it: all, or one of the splits of a long list. Their
-// sums lie in as many slots of a workspace, of which the first is `partial_slot`.
+// A tile of stationary rows, and which of the steps past it a block takes: all, or one of several shares. Their sums lie
+// in as many slots of a workspace, of which the first is `partial_slot`. A list that the host has shared says which tiles
+// a share streams; the others are shared as pipeline/partials.cuh has it.
 struct WorkTile {
     int tile;
-    int list_split, list_splits;  // 0 splits: nothing to do
+    int share, shares;  // 0 shares: nothing to do
     int partial_slot;
     Range streamed;
 };

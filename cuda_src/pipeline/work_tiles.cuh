@@ -12,14 +12,14 @@
 #include "pipeline/barriers.cuh"
 #include "tile/schedule.cuh"
 
-// One query head of a work tile.
+// One query head of a work tile, or of a block's share of one.
 struct WorkItem {
     Block block;
     Segment segment;
     int head;                       // negative: no more work items
     Range steps;                    // of the walk
-    float scale;                    // what narrow types' weights are multiplied by, all over the work tile
-    int first, last;                // of the work tile
+    float scale;                    // what narrow types' weights are multiplied by, all over the share
+    int first, last;                // of the share
     int comes, goes;                // the score side's stationary rows: new ones with this item, others after it
     u32 grad_parity, score_parity;  // of the barriers that say that both sides' rows have come
 };

@@ -17,7 +17,8 @@ __device__ inline Block block_of(int index, const Extents& n, int heads, int pai
               in_group = block % per_group;
     const int size = min(n.head_group, pairs - group * n.head_group);
     const int pair = group * n.head_group + in_group % size, tile = in_group / size;
-    const WorkTile work{last_first ? n.tiles - 1 - tile : tile, 0, 1, 0, {0, kNoLimit}};
+    const int number = last_first ? n.tiles - 1 - tile : tile;
+    const WorkTile work{number, 0, 1, number * n.splits, {0, kNoLimit}};
     return {work, pair / heads, pair % heads, index % n.splits};
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ from ..problem import INPUT_NAMES, Operand, Problem, Side, counted
 from ..rules.divergences import DIVERGENCES
 from ..rules.masks import parts_of, registers
 from ..rules.scores import SCORES
+from . import shares
 from .gpus import DeviceFacts
 from .structs import Regions, Struct, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
@@ -28,6 +29,9 @@ PLANES = {"highest": 3, "high": 2}
 
 SIDES = ("teacher", "student")
 MAX_GRID = 2**31 - 1
+# Streamed tiles of a row tile that make it count as one more: so many that its sums cost nothing, and so many that more
+# blocks are worth them.
+STEPS_WORTH_SHARING = (128, 16)
 
 
 class Task(NamedTuple):
@@ -109,6 +113,17 @@ class Work:
     def typical_rows(self) -> int:
         """Rows of a sequence, where several lie one after the other and are taken to be equally long."""
         return -(-self.rows // max(self.problem.sequences, 1))
+
+    @property
+    def group(self) -> int:
+        """Query heads whose gradients a block sums."""
+        return max(self.problem.heads // max(self.heads, 1), 1)
+
+    @property
+    def streamed_rows(self) -> int:
+        """Rows that are streamed past the stationary ones of a sequence, of all heads of a block."""
+        rows = self.problem.queries if self.rows_are_keys else self.problem.keys
+        return self.group * -(-rows // max(self.problem.sequences, 1))
 
     @property
     def out_dim(self) -> int:
@@ -220,9 +235,11 @@ class KernelPlan:
         if s.packed_rows:
             heads = min(t.rows // s.packed_rows, s.heads_together) if t else s.heads_together
             shape.append(f"{counted(heads, 'head')} packed into {counted(heads * s.packed_rows, 'row')}")
-        if s.splits > 1:
+        if s.splits > 1 and s.partial_bytes:
+            shape.append(f"row tiles shared by up to {s.splits} blocks, partial sums {s.partial_bytes} B")
+        elif s.splits > 1:
             shape.append(f"keys split over {s.splits} blocks")
-        if s.partial_bytes:
+        elif s.partial_bytes:
             shape.append(f"lists of more than {s.longest} tiles split, partial sums {s.partial_bytes} B")
         reason = f" ({self.reason})" if self.reason else ""
         return f"{self.name}: {self.entry} for {self.arch}, {', '.join(shape)}{reason}"
@@ -250,8 +267,8 @@ class Kernel(ABC, Generic[Row]):
     """Of its tasks."""
     family: ClassVar[str]
     args: ClassVar[Struct]
-    splits_lists: ClassVar[bool] = False
-    """Whether blocks can split the list of one row tile among them."""
+    shares_tiles: ClassVar[bool] = False
+    """Whether blocks can share the streamed rows of one row tile, be it a list or not."""
     persistent: ClassVar[bool] = False
     """Whether a block takes one work tile after the other, so that a launch needs few blocks."""
     # Streamed operands of heads that run side by side should stay in the L2 cache, which is 40 MB and more on the GPUs
@@ -335,15 +352,20 @@ class Kernel(ABC, Generic[Row]):
 
     def tile(self, work: Work, facts: DeviceFacts) -> Row:
         """The first fitting row that wastes no half of a tile and keeps the GPU busy; else the one with the most
-        blocks, of these the one with the least rows."""
+        blocks, of these the one with the least rows.
+
+        Where blocks can share a row tile, very long ones count as several, and where that is not enough, long ones.
+        """
         fitting = self.fitting(work, facts)
 
-        def blocks(row: Row) -> int:
-            return work.pairs * -(-work.rows // row.rows) * self.most_splits(work, row)
+        def blocks(row: Row, steps: int = 0) -> int:
+            several = max(work.streamed_rows // row.columns // steps, 1) if steps else self.most_splits(work, row)
+            return work.pairs * -(-work.rows // row.rows) * several
 
-        for row in fitting:
-            if blocks(row) * 5 >= facts.multiprocessors * 4 and row.rows < 2 * max(work.typical_rows, 16):
-                return row
+        for steps in STEPS_WORTH_SHARING if self.shares_tiles and work.problem.mask.blocks is None else (0,):
+            for row in fitting:
+                if blocks(row, steps) * 5 >= facts.multiprocessors * 4 and row.rows < 2 * max(work.typical_rows, 16):
+                    return row
         return max(fitting, key=lambda row: (blocks(row), -row.rows, -fitting.index(row)))
 
     def plan(self, work: Work, facts: DeviceFacts, reason: str = "") -> KernelPlan:
@@ -381,6 +403,8 @@ class Kernel(ABC, Generic[Row]):
             "SKL_MASK_PARTS": ", ".join(part.struct for part in parts),
             **self.constants(work, tile),
         }
+        if self.shares_tiles:
+            constants["SKL_LEAST_STEPS"] = shares.LEAST_STEPS
         if task.side:
             constants["SKL_GRAD_SIDE"] = SIDES.index(task.side)
         return KernelPlan(
@@ -396,7 +420,7 @@ class Kernel(ABC, Generic[Row]):
             ),
             args=self.args,
             regions=self.regions(work, tile),
-            blocks=min(blocks, facts.multiprocessors * tile.min_blocks) if self.persistent else blocks,
+            blocks=self.blocks(blocks, tile, facts),
             threads=self.threads(tile),
             smem_bytes=smem_bytes,
             tile=tile,
@@ -405,6 +429,33 @@ class Kernel(ABC, Generic[Row]):
             family=self.family,
             reason=reason,
         )
+
+    def shared(self, plan: KernelPlan, work: Work, facts: DeviceFacts) -> KernelPlan:
+        """The launch with its row tiles shared by several blocks each, where they are few; `work` has its numbers."""
+        problem, tile, whole = work.problem, plan.tile, plan.schedule
+        assert tile
+        tiles = work.pairs * whole.tiles
+        few = 0 < tiles <= shares.MOST_PER_MULTIPROCESSOR * facts.multiprocessors
+        if not (self.shares_tiles and few and problem.mask.blocks is None):
+            return plan
+        steps = work.group * shares.steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
+        splits = shares.number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors)
+        if splits == 1:
+            return plan
+        slots = whole.tiles * splits
+        sizes = partials(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
+        schedule = replace(
+            whole,
+            splits=splits,
+            partial_slots=slots,
+            arrivals_bytes=sizes["arrivals"],
+            partial_bytes=sum(sizes.values()),
+        )
+        return replace(plan, schedule=schedule, blocks=self.blocks(tiles * splits, tile, facts))
+
+    def blocks(self, work_tiles: int, tile: Row | TileRow, facts: DeviceFacts) -> int:
+        """Of a launch with so many work tiles."""
+        return min(work_tiles, facts.multiprocessors * tile.min_blocks) if self.persistent else work_tiles
 
     def plans(self, work: Work, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
         """All kernels of the work, one after the other with the same arguments; mostly one."""
@@ -424,9 +475,9 @@ class Kernel(ABC, Generic[Row]):
             return Schedule(
                 tiles, self.head_group(work), packed_rows=work.packed_rows, heads_together=work.heads_together
             )
-        group = max(problem.heads // max(work.heads, 1), 1)
+        group = work.group
         lists = survey(pattern, tile.rows, tile.columns, work.rows_are_keys, group)
-        longest, together = balance(lists, work.pairs, facts.multiprocessors, self.splits_lists)
+        longest, together = balance(lists, work.pairs, facts.multiprocessors, self.shares_tiles)
         entries, slots = cut(lists, longest, group)
         sizes = partials(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
         return Schedule(

@@ -73,7 +73,7 @@ _AHEAD_REGISTERS = {2: (232, 40)}
 class _Gradient(Hopper[_Row]):
     kind = "gradient"
     args = HOPPER_GRADIENT
-    splits_lists = True
+    shares_tiles = True
 
     def table(self, work: Work) -> tuple[_Row, ...]:
         if work.dim > 256:

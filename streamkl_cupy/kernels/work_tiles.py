@@ -26,13 +26,13 @@ class Schedule:
     head_group: int = 1
     """Heads that run side by side."""
     splits: int = 1
-    """Blocks over which the streamed rows of one row tile are split."""
+    """Blocks over which the streamed rows of one row tile go, at most."""
     group: int = 1
     """Query heads that a block works through."""
     longest: int = 0
     """Tiles of a pattern's list that one block walks, about; 0 where no list is split."""
     partial_slots: int = 0
-    """Slots for the partial sums of split lists, per batch entry and head of the launch."""
+    """Slots for the sums of blocks that share a row tile, per batch entry and head of the launch."""
     arrivals_bytes: int = 0
     partial_bytes: int = 0
     """What these take, with the counters of who has come; those come first, and are zero before a launch."""

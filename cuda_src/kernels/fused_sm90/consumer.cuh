@@ -479,13 +479,16 @@ private:
     // dK of the work tile, by who has all of it.
     __device__ void write_keys(const WorkItem& item) {
         const Block& block = item.block;
-        if constexpr (Mask::kListed) {
+        if (block.tile * kRows + warp_row >= item.segment.keys) return;
+        const float factor = gradient_factor<kSide>(args.out_scale) / scale;
+#pragma unroll
+        for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] *= factor;
+        if (block.shares > 1) {
             const int grad_heads = args.n.heads / (kSide == kTeacher ? args.n.teacher_group : args.n.student_group);
-            if (block.list_splits > 1 && !add_partials(reinterpret_cast<float (&)[kSubs * kOutTiles][4]>(out), block,
-                                                       block.batch * grad_heads + block.head, args))
+            if (!add_partials(reinterpret_cast<float (&)[kSubs * kOutTiles][4]>(out), block,
+                              block.batch * grad_heads + block.head, args))
                 return;
         }
-        const float factor = gradient_factor<kSide>(args.out_scale) / scale;
 #pragma unroll
         for (int i = 0; i < Accumulators::kRows * kSubs; ++i) {
             const int sub = i / Accumulators::kRows, half = i % Accumulators::kRows;
@@ -498,8 +501,8 @@ private:
                                        E::kBytes;
 #pragma unroll
             for (int d = 0; d < GradSide::kDim / 8; ++d)
-                E::store_pair(address + 8 * d * E::kBytes, out[sub][d][Accumulators::element(half, 0)] * factor,
-                              out[sub][d][Accumulators::element(half, 1)] * factor);
+                E::store_pair(address + 8 * d * E::kBytes, out[sub][d][Accumulators::element(half, 0)],
+                              out[sub][d][Accumulators::element(half, 1)]);
         }
     }
 };

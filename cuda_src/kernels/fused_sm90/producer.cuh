@@ -25,21 +25,23 @@ struct Producer {
 
     __device__ void run() {
         const int grad_heads = n().heads / grad_group, pairs = n().batch * grad_heads;
-        const u32 work_tiles = pairs * n().tiles;
+        const u32 work_tiles = pairs * n().tiles * n().splits;
         for (u32 index = blockIdx.x; index < work_tiles; index = take_work_tile(space.taken)) {
             WorkItem next;
             next.block = block_of(index, n(), grad_heads, pairs, false);
             next.head = next.block.head * grad_group;
             next.segment = Mask::locate(n(), next.head, next.block);
             if (Mask::kRagged && next.block.tile * kRows >= next.segment.keys) continue;
-            if (Mask::kListed && !limit_list_splits(next.block, all.fused.base)) continue;
-            next.scale = kNarrow ? scale_of(next) : 1.f;
-            for (;; ++next.head) {
-                next.first = next.head % grad_group == 0;
-                next.last = (next.head + 1) % grad_group == 0;
+            const Range each = steps_of(next, n());
+            const Share share({next.head, next.head + grad_group}, each.end - each.begin, next.block, all.fused.base);
+            if (next.block.shares == 0) continue;
+            next.scale = kNarrow ? scale_of(next, share) : 1.f;
+            for (next.head = share.heads.begin;; ++next.head) {
+                next.first = next.head == share.heads.begin;
+                next.last = next.head == share.heads.end - 1;
                 next.comes = next.first || next.head % score_group == 0;
                 next.goes = next.last || (next.head + 1) % score_group == 0;
-                next.steps = steps_of(next, n());
+                next.steps = share.of(next.head, steps_of(next, n()));
                 next.grad_parity = at_grad_keys.parity;
                 next.score_parity = at_score_keys.parity;
                 // What is in shared memory needs no registers.
@@ -56,12 +58,11 @@ struct Producer {
     }
 
 private:
-    // What a narrow type's weights are multiplied by, for the largest of all query heads of a work tile.
-    __device__ float scale_of(const WorkItem& item) const {
+    // What a narrow type's weights are multiplied by, for the largest of all query heads of a share.
+    __device__ float scale_of(const WorkItem& item, const Share& share) const {
         int exponent = kLowestExponent;
-        for (int i = 0; i < grad_group; ++i) {
-            const int* const exponents =
-                space.exponents + space.entry(item.block.batch, item.head + i, item.segment, 0);
+        for (int head = share.heads.begin; head < share.heads.end; ++head) {
+            const int* const exponents = space.exponents + space.entry(item.block.batch, head, item.segment, 0);
             for (int j = lane; j < ceil_div(item.segment.queries, kColumns); j += 32)
                 exponent = max(exponent, exponents[j]);
         }
