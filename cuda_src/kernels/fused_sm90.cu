@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1)
     // registers.
     const Thread thread{__shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0), lane_id()};
     const Layout shared(memory);
-    WorkItemRing items = shared.items(memory);
+    WorkItemRing items = shared.items();
     if (threadIdx.x == 0) {
         shared.init();
         items.init(kWarps + 4);

@@ -68,8 +68,6 @@ constexpr int kFirstHalf = kLong ? Teacher::kChunks / 2 : Teacher::kChunks;
 static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
 static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of the next one, or the one after that");
 static_assert(!(kAhead && kLong), "plan: no registers for a second tile of long sums");
-static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers == SKL_SMEM_BYTES,
-              "plan: smem_bytes");
 
 // Shared memory, as addresses.
 struct Layout {
@@ -86,32 +84,36 @@ struct Layout {
     __device__ u32 empty(int slot) const { return barriers + 8 * (kRing + slot); }
     __device__ u32 rows_here() const { return barriers + 8 * (2 * kRing); }
     __device__ u32 rows_free() const { return barriers + 8 * (2 * kRing + 1); }
+    __device__ u32 task() const { return barriers + 8 * kBarriers; }
 };
 
 // Offset, in a tile or in the resident rows, of the differentiated side.
 __device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : Teacher::bytes(rows); }
 
-// What a block works on.
+// What a block works on; in shared memory, because registers are dear.
 struct Task {
     Block block;
-    int out_heads;  // of the gradient
     Segment segment;
     int row_count;  // rows of the stationary operand
     Range rows;     // the block's own
-    Share share;    // query heads that are summed, and the steps of these
+    int first_head, heads_per_block;  // query heads that are summed into one head of the gradient
+    Range heads;                      // of these the block's own
 
+    // A whole warp.
     __device__ explicit Task(const GradientArgs& args) {
         const Extents& n = args.n;
-        const int group = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
-        out_heads = n.heads / group;
+        heads_per_block = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
+        const int out_heads = n.heads / heads_per_block;
         block = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
-        const Range heads{block.head * group, block.head * group + group};
-        segment = Mask::locate(n, heads.begin, block);
+        first_head = block.head * heads_per_block;
+        segment = Mask::locate(n, first_head, block);
         row_count = kRowsAreQueries ? segment.queries : segment.keys;
         rows = {block.tile * kRows, min(block.tile * kRows + kRows, row_count)};
-        const Range each = steps(mask(n, heads.begin));
-        share = Share(heads, each.end - each.begin, block, args);
+        const Range all = steps(mask(n, first_head));
+        take_share(block, heads_per_block, all.end - all.begin, args);
+        heads = heads_of(block, first_head, heads_per_block, all.end - all.begin);
     }
+    __device__ bool empty() const { return block.shares == 0 || (Mask::kRagged && rows.begin >= row_count); }
     __device__ Mask mask(const Extents& n, int head) const { return Mask(n, segment, block.batch, head); }
     // The interval of streamed rows that some of these rows meet.
     __device__ static Range streamed_of(const Mask& mask, Range rows) {
@@ -124,15 +126,19 @@ struct Task {
         return mask.steps_of(rows.begin, tiles);
     }
     __device__ Cursor<Mask> walk(const Mask& mask, int head) const {
-        return {mask, rows, share.of(head, steps(mask))};
+        return {mask, rows, share_of(steps(mask), block, head - first_head)};
     }
     // Whether the resident rows are other ones than those of the head before: the other side may share keys
     // differently.
     __device__ bool new_rows(const Extents& n, int head) const {
         const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
-        return head == share.heads.begin || head / other_group != (head - 1) / other_group;
+        return head == heads.begin || head / other_group != (head - 1) / other_group;
     }
 };
+
+static_assert(sizeof(Task) == SKL_TASK_BYTES, "plan: what a block works on, in shared memory");
+static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers + sizeof(Task) == SKL_SMEM_BYTES,
+              "plan: smem_bytes");
 
 // ROWS rows of both sides, one after the other.
 template <int ROWS>
@@ -169,12 +175,12 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
     u32 free_parity = 0;
     int exponent = kLowestExponent;
 
-    for (int head = task.share.heads.begin; head < task.share.heads.end; ++head) {
+    for (int head = task.heads.begin; head < task.heads.end; ++head) {
         const int head_t = head / n.teacher_group, head_s = head / n.student_group;  // of the keys
         const Mask mask = task.mask(n, head);
         const RowVectors vectors(args, batch, head, first_query);
         if (task.new_rows(n, head)) {
-            if (head > task.share.heads.begin) {
+            if (head > task.heads.begin) {
                 warp_wait(shared.rows_free(), free_parity);
                 free_parity ^= 1;
             }
@@ -328,7 +334,7 @@ struct Consumer {
           group(group),
           lane(lane_id()),
           scales{args.teacher_scale, args.student_scale},
-          mask(task.mask(args.n, task.share.heads.begin)),
+          mask(task.mask(args.n, task.heads.begin)),
           own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)},
           mine(own.begin < own.end ? covering(Task::streamed_of(mask, own), kColumns) : Range{0, 0}),
           row(own.begin + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane)),
@@ -357,7 +363,7 @@ struct Consumer {
 
     // Sums over all heads of the block.
     __device__ void run() {
-        for (int head = task.share.heads.begin; head < task.share.heads.end; ++head) {
+        for (int head = task.heads.begin; head < task.heads.end; ++head) {
             if (task.new_rows(args.n, head)) {
                 warp_wait(shared.rows_here(), rows_parity);
                 rows_parity ^= 1;
@@ -370,7 +376,7 @@ struct Consumer {
             else
                 work(walk);
             for (; walk.more(); walk.next()) skip();
-            if (head + 1 < task.share.heads.end && task.new_rows(args.n, head + 1)) warp_arrive(shared.rows_free());
+            if (head + 1 < task.heads.end && task.new_rows(args.n, head + 1)) warp_arrive(shared.rows_free());
         }
     }
 
@@ -401,7 +407,8 @@ struct Consumer {
                 out[d][Accumulators::element(half, 1)] *= factor;
             }
         }
-        if (block.shares > 1 && !add_partials(out, block, block.batch * task.out_heads + block.head, args)) return;
+        if (block.shares > 1 && !add_partials(out, block, block.batch * (args.n.heads / task.heads_per_block) + block.head, args))
+            return;
 #pragma unroll
         for (int half = 0; half < Accumulators::kRows; ++half) {
             const int r = row + Accumulators::below(half);
@@ -610,22 +617,26 @@ private:
 extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     streamkl_gradient(const __grid_constant__ HopperGradientArgs all) {
     extern __shared__ unsigned char memory[];
-    const Task task(all.base);
-    if (task.block.shares == 0 || (Mask::kRagged && task.rows.begin >= task.row_count)) return;
     const Layout shared((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u);
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform
     // registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kRing; ++i) {
-            mbarrier_init(shared.full(i), kRowsAreQueries ? 1 : 1 + kArrivals);
-            mbarrier_init(shared.empty(i), kWarps * kArrivals);
+    Task& task = *reinterpret_cast<Task*>(__cvta_shared_to_generic(shared.task()));
+    if (threadIdx.x < 32) {
+        const Task found(all.base);
+        if (threadIdx.x == 0) {
+            task = found;
+            for (int i = 0; i < kRing; ++i) {
+                mbarrier_init(shared.full(i), kRowsAreQueries ? 1 : 1 + kArrivals);
+                mbarrier_init(shared.empty(i), kWarps * kArrivals);
+            }
+            mbarrier_init(shared.rows_here(), 1);
+            mbarrier_init(shared.rows_free(), kWarps * kArrivals);
+            mbarrier_publish();
         }
-        mbarrier_init(shared.rows_here(), 1);
-        mbarrier_init(shared.rows_free(), kWarps * kArrivals);
-        mbarrier_publish();
     }
     __syncthreads();
+    if (task.empty()) return;
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();

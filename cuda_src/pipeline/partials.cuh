@@ -18,42 +18,33 @@
 constexpr int kFan = 8;
 constexpr int kLeastSteps = SKL_LEAST_STEPS;  // of a share, but of the last one
 
-// What a block has of a work tile: query heads, and where the steps of the first one begin and those of the last one end
-// in all steps of a head. Lists have been shared already.
-struct Share {
-    Range heads;
-    int begin, end;
-
-    Share() = default;
-
-    // Of a work tile whose block has all `heads`, with as many steps each; says in `block` which share of how many this
-    // is. Where there is no memory for sums the first one takes all.
-    __device__ Share(Range heads, int steps, Block& block, const GradientArgs& args)
-        : heads(heads), begin(0), end(steps) {
-        if constexpr (Mask::kListed) {
-            if (args.partial_sums != 0 || block.shares <= 1) return;
-            block.shares = block.share == 0;
-            block.streamed = {0, kNoLimit};
-        } else {
-            if (args.n.splits == 1) return;
-            const int all = (heads.end - heads.begin) * steps;
-            const int size = args.partial_sums == 0 ? all : max(ceil_div(all, args.n.splits), kLeastSteps);
-            block.share = block.split;
-            block.shares = max(ceil_div(all, max(size, 1)), 1);
-            if (block.share >= block.shares) block.shares = 0;
-            if (block.shares <= 1) return;
-            const int first = block.share * size, last = min(first + size, all) - 1;
-            this->heads = {heads.begin + first / steps, heads.begin + last / steps + 1};
-            begin = first % steps;
-            end = last % steps + 1;
-        }
+// Which share of a work tile the block has; `steps` are those of each of its `heads`. Where there is no memory for sums
+// the first share takes all.
+__device__ inline void take_share(Block& block, int heads, int steps, const GradientArgs& args) {
+    if constexpr (Mask::kListed) {
+        if (args.partial_sums != 0 || block.shares <= 1) return;
+        block.shares = block.share == 0;
+        block.streamed = {0, kNoLimit};
+    } else {
+        const int all = heads * steps, splits = args.partial_sums == 0 ? 1 : args.n.splits;
+        const int size = max(ceil_div(all, splits), kLeastSteps);
+        block.share = block.split;
+        block.shares = max(ceil_div(all, size), 1);
+        if (block.share >= block.shares) block.shares = 0;
+        block.streamed = {block.share * size, min(block.share * size + size, all)};
     }
-    // Of all steps of one of the heads.
-    __device__ Range of(int head, Range steps) const {
-        if constexpr (Mask::kListed) return steps;
-        return {steps.begin + (head == heads.begin ? begin : 0), head == heads.end - 1 ? steps.begin + end : steps.end};
-    }
-};
+}
+// The query heads of a share, of those from `first` on that a work tile has.
+__device__ inline Range heads_of(const Block& block, int first, int heads, int steps) {
+    if (Mask::kListed || steps == 0) return {first, first + (Mask::kListed ? heads : 1)};
+    return {first + block.streamed.begin / steps, first + (block.streamed.end - 1) / steps + 1};
+}
+// Of the steps of one of these, number `head` of the work tile, those of the share.
+__device__ inline Range share_of(Range steps, const Block& block, int head) {
+    if constexpr (Mask::kListed) return steps;
+    const int before = head * (steps.end - steps.begin);
+    return {steps.begin + max(block.streamed.begin - before, 0), min(steps.end, steps.begin + block.streamed.end - before)};
+}
 
 // Adds up what the shares of a tile have; `pair` counts the block's batch entry and head. True for the warp that has the
 // total then, and nobody else.

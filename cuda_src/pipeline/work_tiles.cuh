@@ -30,9 +30,11 @@ static_assert(sizeof(WorkItem) == SKL_WORK_ITEM_BYTES, "plan: a work item in sha
 
 // Where work items are read or written, one after the other.
 struct WorkItemRing {
-    WorkItem* items;
-    u32 barriers;
+    u32 barriers;  // and behind them the items
     u32 count = 0;
+    __device__ WorkItem& item() const {
+        return reinterpret_cast<WorkItem*>(__cvta_shared_to_generic(barriers + 8 * kWorkItemBarriers))[slot()];
+    }
     __device__ int slot() const { return count % kWorkItems; }
     __device__ u32 parity() const { return count / kWorkItems & 1; }
 
@@ -44,11 +46,11 @@ struct WorkItemRing {
         }
     }
     // The producer's warp; returns where the item is now.
-    __device__ const WorkItem& write(const WorkItem& item) {
-        WorkItem& written = items[slot()];
+    __device__ const WorkItem& write(const WorkItem& next) {
+        WorkItem& written = item();
         warp_wait(barriers + 8 * (kWorkItems + slot()), parity() ^ 1);
         if (lane_id() == 0) {
-            written = item;
+            written = next;
             mbarrier_arrive(barriers + 8 * slot());
         }
         __syncwarp();
@@ -58,7 +60,7 @@ struct WorkItemRing {
     // The others: the item stays until the warp says that it is over.
     __device__ const WorkItem& read() const {
         mbarrier_wait(barriers + 8 * slot(), parity());
-        return items[slot()];
+        return item();
     }
     __device__ void over() {
         __syncwarp();

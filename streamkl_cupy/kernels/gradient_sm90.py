@@ -4,6 +4,7 @@ Shared memory, bytes (`sm90.py`), with stats = 12 or 16 bytes per streamed query
 are stationary:
 
     1024 + (rows + stages * columns) * (chunks(D_t) + chunks(D_s)) * 128 + stages * (columns * stats + 16) + barriers
+        + what the block works on
 
 Registers: a consumer thread holds `columns` scores, the half of them packed, D / 2 sums of the output and 4 for each
 step of resident rows that it holds. 128 * (groups * consumer + producer) must fit.
@@ -16,6 +17,9 @@ from dataclasses import dataclass
 from .base import TileRow, Work
 from .sm90 import ALIGNMENT, Hopper, held_steps, row_bytes
 from .structs import HOPPER_GRADIENT, Regions, partials
+
+
+TASK_BYTES = 88  # the kernel asserts it
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,14 @@ class _Gradient(Hopper[_Row]):
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         stats = 4 * work.row_vectors * tile.columns + 16 if work.rows_are_keys else 0
         tiles = (tile.rows + tile.stages * tile.columns) * row_bytes(work)
-        return ALIGNMENT + tiles + tile.stages * stats + 8 * (2 * tile.stages + 2)
+        return ALIGNMENT + tiles + tile.stages * stats + 8 * (2 * tile.stages + 2) + TASK_BYTES
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
         consumer, producer = _registers(work, tile)[tile.warps // 4]
         return {
             **super().constants(work, tile),
             "SKL_AHEAD": int(tile.ahead),
+            "SKL_TASK_BYTES": TASK_BYTES,
             # Masks with holes need the registers where sums of the output do too.
             "SKL_HELD_STEPS": held_steps(work, tile.held if work.mask_level < 2 else 0),
             "SKL_MIN_BLOCKS": tile.min_blocks,

@@ -78,7 +78,7 @@ enum Barrier {
     kWorkItemRing = kDsEmpty + kDsStages,
     kBarriers = kWorkItemRing + kWorkItemBarriers
 };
-constexpr int kWorkItemsAt = kBarriersAt + 8 * kBarriers;
+constexpr int kWorkItemsAt = kBarriersAt + 8 * kBarriers;  // behind their ring's barriers, the last ones
 
 static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
 static_assert(GradSide::kChunks % kWide == 0, "plan: products of dQ are equally wide");
@@ -105,10 +105,7 @@ struct Layout {
     __device__ u32 score_stage(int slot) const { return base + kScoreAt + slot * kScoreStageBytes; }
     __device__ u32 grad_tile(int slot) const { return base + kGradAt + slot * kGradTileBytes; }
     __device__ u32 stats(int slot) const { return base + kStatsAt + slot * kStatsBytes; }
-    __device__ WorkItemRing items(unsigned char* memory) const {
-        const u32 offset = base - static_cast<u32>(__cvta_generic_to_shared(memory)) + kWorkItemsAt;
-        return {reinterpret_cast<WorkItem*>(memory + offset), barrier(kWorkItemRing)};
-    }
+    __device__ WorkItemRing items() const { return {barrier(kWorkItemRing)}; }
 
     // One thread, before anybody uses a barrier.
     __device__ void init() const {

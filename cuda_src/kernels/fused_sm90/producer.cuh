@@ -32,16 +32,17 @@ struct Producer {
             next.head = next.block.head * grad_group;
             next.segment = Mask::locate(n(), next.head, next.block);
             if (Mask::kRagged && next.block.tile * kRows >= next.segment.keys) continue;
-            const Range each = steps_of(next, n());
-            const Share share({next.head, next.head + grad_group}, each.end - each.begin, next.block, all.fused.base);
+            next.steps = steps_of(next, n());
+            take_share(next.block, grad_group, next.steps.end - next.steps.begin, all.fused.base);
             if (next.block.shares == 0) continue;
-            next.scale = kNarrow ? scale_of(next, share) : 1.f;
-            for (next.head = share.heads.begin;; ++next.head) {
-                next.first = next.head == share.heads.begin;
-                next.last = next.head == share.heads.end - 1;
+            const Range heads = heads_of(next.block, next.head, grad_group, next.steps.end - next.steps.begin);
+            next.scale = kNarrow ? scale_of(next, heads) : 1.f;
+            for (next.head = heads.begin;; ++next.head) {
+                next.first = next.head == heads.begin;
+                next.last = next.head == heads.end - 1;
                 next.comes = next.first || next.head % score_group == 0;
                 next.goes = next.last || (next.head + 1) % score_group == 0;
-                next.steps = share.of(next.head, steps_of(next, n()));
+                next.steps = share_of(steps_of(next, n()), next.block, next.head % grad_group);
                 next.grad_parity = at_grad_keys.parity;
                 next.score_parity = at_score_keys.parity;
                 // What is in shared memory needs no registers.
@@ -59,9 +60,9 @@ struct Producer {
 
 private:
     // What a narrow type's weights are multiplied by, for the largest of all query heads of a share.
-    __device__ float scale_of(const WorkItem& item, const Share& share) const {
+    __device__ float scale_of(const WorkItem& item, Range heads) const {
         int exponent = kLowestExponent;
-        for (int head = share.heads.begin; head < share.heads.end; ++head) {
+        for (int head = heads.begin; head < heads.end; ++head) {
             const int* const exponents = space.exponents + space.entry(item.block.batch, head, item.segment, 0);
             for (int j = lane; j < ceil_div(item.segment.queries, kColumns); j += 32)
                 exponent = max(exponent, exponents[j]);
