@@ -8,7 +8,7 @@ arguments one by one, as CuPy's kernel objects must, costs the host more than th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import inf, prod
@@ -55,27 +55,14 @@ def _primary_context(index: int) -> int:
             raise DriverError(f"GPU {index} cannot be used: {error}") from error
 
 
-class _Current:
-    """Makes a context current, and afterwards again whatever was.
+class Command(NamedTuple):
+    """One call of the driver or the runtime, which is `function(*first, stream, *last)`."""
 
-    Launches, modules and tensor maps are the driver's, which knows no default GPU: a thread that has never used CUDA
-    has no context at all, though the runtime names a current GPU there. What was is put back through the driver too,
-    because the runtime would make a context on a GPU that the program may not use.
-    """
-
-    __slots__ = ("_before", "_context", "_driver")
-
-    def __init__(self, driver: Any, context: int) -> None:
-        self._driver, self._context = driver, context
-
-    def __enter__(self) -> None:
-        self._before = self._driver.ctxGetCurrent()
-        if self._before != self._context:
-            self._driver.ctxSetCurrent(self._context)
-
-    def __exit__(self, *error: object) -> None:
-        if self._before != self._context:
-            self._driver.ctxSetCurrent(self._before)
+    function: Callable[..., Any]
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    memory: Any = None
+    """What the arguments point to."""
 
 
 class _Kernel:
@@ -114,15 +101,14 @@ class _Kernel:
         self._operands = tuple(self._words[name] for name in INPUT_NAMES if name in self._words)
         self._rows = 8 * self._words.get(SAVED_ROWS[0], 0)
 
-    def __call__(
-        self, inputs: tuple[int, ...], others: Iterable[tuple[str, int]], stream: int, rows: bytes = b""
-    ) -> None:
-        """Launch.
+    def commands(
+        self, inputs: tuple[int, ...], others: Iterable[tuple[str, int]], rows: bytes = b""
+    ) -> Iterator[Command]:
+        """The launches on these arguments.
 
         Args:
             inputs: addresses of the four operands.
             others: (field, or array of the mask; what it is in this call) of everything else.
-            stream: handle of the stream.
             rows: packed row vectors in place of the template's.
         """
         packed = self._type.from_buffer_copy(self._template)
@@ -138,13 +124,13 @@ class _Kernel:
             packed[words[name]] = value
         parameters = ctypes.c_void_p(address)
         for handle, shape in self._steps:
-            self._launch(handle, *shape, stream, ctypes.addressof(parameters), 0)
+            yield Command(self._launch, (handle, *shape), (ctypes.addressof(parameters), 0), (packed, parameters))
         if self._lists:
-            self._lists.used_on(stream)
+            yield Command(self._lists.used_on)
 
 
 class _Maps(dict[int, bytes]):
-    """Tensor maps of one operand by address. A training loop reuses few addresses; a bound keeps odd programs small."""
+    """Tensor maps of one operand by address."""
 
     LIMIT = 256
 
@@ -156,6 +142,19 @@ class _Maps(dict[int, bytes]):
         if len(self) >= self.LIMIT:
             self.clear()
         return self.setdefault(pointer, encode(pointer, *self._shape))
+
+
+class _Packed(dict[tuple[Any, ...], tuple[Command, ...]]):
+    """What a call runs, by all that differs between calls of a problem: addresses, mostly. A training loop comes back
+    to the same ones, and then launches what lies ready; a bound keeps odd programs small."""
+
+    LIMIT = 128
+
+    def keep(self, key: tuple[Any, ...], commands: Iterable[Command]) -> tuple[Command, ...]:
+        """Keep commands, and give them back."""
+        if len(self) >= self.LIMIT:
+            self.clear()
+        return self.setdefault(key, tuple(commands))
 
 
 class Request(NamedTuple):
@@ -180,21 +179,27 @@ class Runner:
         self._kernels: dict[tuple[KernelPlan, ...], _Kernel] = {}
         # By what is wanted and the room for it.
         self._requests: dict[object, Request] = {}
+        self._forwards, self._backwards = _Packed(), _Packed()
+        self._sizes: dict[tuple[str, ...], int] = {}
         arrays = [array for part in parts_of(problem.mask) for array in part.arrays]
         self._mask_arrays = tuple(array.name for array in arrays)
         self._bits = next((array.name for array in arrays if array.bits), "")
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
         """Compile, load and configure the forward and the gradients `wrt`; nothing is left for a first call to do."""
-        with _Current(self._driver, self._context):
+        before = self._make_current()
+        try:
             for workspace in (True, False):
                 self._forward(workspace, None)
             for room in (None, 0):
                 self._backward(wrt, room, None)
+        finally:
+            self._put_back(before)
 
     def backward_bytes(self, wrt: tuple[str, ...]) -> int:
         """Bytes of workspace for these gradients."""
-        return self.plan.backward_bytes(wrt)
+        found = self._sizes.get(wrt)
+        return self._sizes.setdefault(wrt, self.plan.backward_bytes(wrt)) if found is None else found
 
     def forward(
         self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0, masks: MaskArrays | None = None
@@ -204,9 +209,19 @@ class Runner:
         `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split, and a mask of
         keys cannot be. `masks` has the arrays that the problem's mask names.
         """
-        with _Current(self._driver, self._context):
-            request = self._requests.get(bool(workspace)) or self._forward(bool(workspace), stream)
-            self._run(request, inputs, outputs, stream, workspace, masks)
+        a, b, c, d = inputs
+        x, y, z = outputs
+        key = (a.ptr, b.ptr, c.ptr, d.ptr, x.ptr, y.ptr, z.ptr, workspace, masks and _places(masks))
+        before = self._make_current()
+        try:
+            commands = self._forwards.get(key)
+            if commands is None:
+                request = self._requests.get(bool(workspace)) or self._forward(bool(workspace), stream)
+                commands = self._forwards.keep(key, self._commands(request, inputs, outputs, workspace, masks))
+            for function, first, last, _ in commands:
+                function(*first, stream, *last)
+        finally:
+            self._put_back(before)
 
     def backward(
         self,
@@ -223,33 +238,62 @@ class Runner:
         `workspace` is the address of `room` bytes, `backward_bytes(wrt)` unless given. With less than these,
         no list is split, with still less each gradient has its own kernel, and with none a mask of keys cannot be.
         """
-        wrt = tuple(name for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None)
-        if not workspace:
-            room = 0
-        elif room is not None and room < self.plan.mask_bytes:
-            workspace = 0
-        with _Current(self._driver, self._context):
-            request = self._requests.get((wrt, room)) or self._backward(wrt, room, stream)
-            self._run(request, inputs, outputs, stream, workspace, masks, _row_vectors(self.problem, saved))
-            for name in request.zeros:
-                out = getattr(outputs, name)
-                self._runtime.memsetAsync(out.ptr, 0, ELEMENT_BYTES[out.dtype] * prod(out.shape), stream)
+        a, b, c, d = inputs
+        key = (
+            (a.ptr, b.ptr, c.ptr, d.ptr, workspace, room),
+            tuple([0 if x is None else x.ptr for x in outputs]),
+            tuple([None if x is None else (x.ptr, x.strides) for x in saved]),
+            masks and _places(masks),
+        )
+        before = self._make_current()
+        try:
+            commands = self._backwards.get(key)
+            if commands is None:
+                if not workspace:
+                    room = 0
+                elif room is not None and room < self.plan.mask_bytes:
+                    workspace = 0
+                wrt = tuple(name for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None)
+                request = self._requests.get((wrt, room)) or self._backward(wrt, room, stream)
+                rows = _row_vectors(self.problem, saved)
+                commands = self._backwards.keep(key, self._commands(request, inputs, outputs, workspace, masks, rows))
+            for function, first, last, _ in commands:
+                function(*first, stream, *last)
+        finally:
+            self._put_back(before)
 
-    def _run(
+    def _make_current(self) -> int | None:
+        """Make the context of the arrays' GPU current; what was, if that is another, is to be `_put_back`.
+
+        Launches, modules and tensor maps are the driver's, which knows no default GPU: a thread that has never used
+        CUDA has no context at all, though the runtime names a current GPU there. What was is put back through the
+        driver too, because the runtime would make a context on a GPU that the program may not use.
+        """
+        before: int = self._driver.ctxGetCurrent()
+        if before == self._context:
+            return None
+        self._driver.ctxSetCurrent(self._context)
+        return before
+
+    def _put_back(self, before: int | None) -> None:
+        if before is not None:
+            self._driver.ctxSetCurrent(before)
+
+    def _commands(
         self,
         request: Request,
         inputs: Inputs,
         outputs: RowStats | Gradients,
-        stream: int,
         workspace: int,
         masks: MaskArrays | None,
         rows: bytes = b"",
-    ) -> None:
+    ) -> Iterator[Command]:
+        """What the request runs on these arrays, in order."""
         addresses = (inputs[0].ptr, inputs[1].ptr, inputs[2].ptr, inputs[3].ptr)
         read: list[tuple[str, int]] = []
         if masks is not None and request.launches:
             if request.bits:
-                self._pack_bits(request.bits, masks, workspace, stream)
+                yield from self._pack_bits(request.bits, masks, workspace)
             # Keys as bits, from the start of the workspace.
             read = [(name, workspace if name == self._bits else masks[name].ptr) for name in self._mask_arrays]
         for kernel, step in request.launches:
@@ -259,11 +303,14 @@ class Runner:
                 pointers.append(("workspace", workspace + step.workspace))
             if step.partials is not None:
                 arrivals, size = workspace + step.partials, kernel.plan.schedule.arrivals_bytes
-                self._runtime.memsetAsync(arrivals, 0, size, stream)
+                yield Command(self._runtime.memsetAsync, (arrivals, 0, size))
                 pointers += (("partial_arrivals", arrivals), ("partial_sums", arrivals + size))
-            kernel(addresses, pointers, stream, rows)
+            yield from kernel.commands(addresses, pointers, rows)
+        for name in request.zeros:
+            out = getattr(outputs, name)
+            yield Command(self._runtime.memsetAsync, (out.ptr, 0, ELEMENT_BYTES[out.dtype] * prod(out.shape)))
 
-    def _pack_bits(self, kernel: _Kernel, masks: MaskArrays, workspace: int, stream: int) -> None:
+    def _pack_bits(self, kernel: _Kernel, masks: MaskArrays, workspace: int) -> Iterator[Command]:
         """Have a mask of keys packed to bits at the start of the workspace."""
         mask = masks[self._bits]
         if 0 in mask.shape:
@@ -273,7 +320,9 @@ class Runner:
                 f"workspace: got none; a {self._bits} needs the bytes that workspace_bytes and backward_bytes say"
             )
         batch = mask.strides[0] if len(mask.strides) > 1 else 0
-        kernel((), (("keys", mask.ptr), ("words", workspace), ("batch", batch), ("column", mask.strides[-1])), stream)
+        yield from kernel.commands(
+            (), (("keys", mask.ptr), ("words", workspace), ("batch", batch), ("column", mask.strides[-1]))
+        )
 
     def _forward(self, workspace: bool, stream: int | None) -> Request:
         steps = self.plan.forward_steps(workspace)
@@ -301,6 +350,11 @@ class Runner:
                 "graph: call streamkl_cupy.warmup(...) with the same arrays and options before the capture"
             )
         return self._kernels.setdefault(plans, _Kernel(self.problem, *plans))
+
+
+def _places(masks: MaskArrays) -> tuple[Any, ...]:
+    """What a call may differ by in the arrays of its mask."""
+    return tuple([(x.ptr, x.shape, x.strides) for x in masks.values()])
 
 
 def _mask_words(problem: Problem, lists: Sequence[int] = ()) -> tuple[list[int], list[tuple[int, str]]]:

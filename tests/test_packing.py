@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import launch, patterns
-from streamkl_cupy.arrays import Gradients
+from streamkl_cupy.arrays import Gradients, RowStats, Saved
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.compiler.source import flatten
 from streamkl_cupy.kernels import structs, tensor_maps
@@ -162,7 +162,7 @@ class Call:
         self.problem = p = Problem(batch, heads, M, N, *sides, mask, Device("cuda"))
         self.inputs = {name: SimpleNamespace(ptr=next(self.addresses)) for name in INPUT_NAMES}
         row = {name: int(rng.integers(1, 9)) for name in ROWS}
-        self.saved = SimpleNamespace(**{
+        self.saved = Saved(**{
             name: SimpleNamespace(ptr=next(self.addresses), strides=(heads * (M * step + i), M * step + i, step))
             for i, (name, step) in enumerate(row.items())
         })  # fmt: skip
@@ -170,7 +170,7 @@ class Call:
             name: SimpleNamespace(ptr=next(self.addresses), shape=p.input_shape(name), dtype="bfloat16")
             for name in INPUT_NAMES
         })  # fmt: skip
-        self.rows = SimpleNamespace(**{name: SimpleNamespace(ptr=next(self.addresses)) for name in ROWS[1:]})
+        self.rows = RowStats(**{name: SimpleNamespace(ptr=next(self.addresses)) for name in ROWS[1:]})
         self.masks = SimpleNamespace(**{
             name: SimpleNamespace(ptr=next(self.addresses), shape=(batch, N), strides=(2 * N + 3, 2))
             for name in ("key_lengths", "key_mask", "cu_seqlens_q", "cu_seqlens_k")
