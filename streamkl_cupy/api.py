@@ -13,7 +13,7 @@ from . import arrays, frameworks, planning, validate
 from .advice.signatures import public
 from .arguments import choice
 from .arrays import ArrayView, RowStats, Saved
-from .call import ATTENTION_KL, OPS, Call, Ready, runner_for
+from .call import ATTENTION_KL, OPS, Call, Ready, SavedArrays, runner_for
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS
 from .options import REDUCTIONS, Layout, LossOptions, Precision, Reduction
@@ -180,21 +180,12 @@ def _backward(
     teacher_lse, student_lse, kl = validate.saved_rows(saved, teacher_lse, student_lse, kl)
     wrt = validate.wanted(wrt)
     validate.value_given(kl, call.options.divergence, wrt)
-    rows = Saved(
-        describe("grad", grad),
-        describe("teacher_lse", teacher_lse),
-        describe("student_lse", student_lse),
-        None if kl is None else describe("kl", kl),
-    )
-    ready = call.ready()
+    ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl))
     like = ready.inputs.student_q
-    for view in rows:
-        if view is not None:
-            validate.row_array(view, ready.checked.row_shape, ready.checked.stat_dtype, like)
-    validate.gradients_built(ready.checked.problem, wrt)
+    ready.checked.backward_bytes(wrt)
     if (door := FRAMEWORKS[like.framework].door()) is not None:
         return door.backward(call, (grad, teacher_lse, student_lse, kl), wrt)  # type: ignore[no-any-return]
-    grads = KLGradients(*ready.backward(rows, wrt))
+    grads = KLGradients(*ready.backward(wrt))
     return frameworks.given_back(like, operands[2], grads)
 
 
@@ -212,7 +203,7 @@ def _value_and_grad(
     ready = call.ready()
     like = ready.inputs.student_q
     framework = FRAMEWORKS[like.framework]
-    validate.gradients_built(ready.checked.problem, wrt)
+    ready.checked.backward_bytes(wrt)
     if row_weight is not None:
         row_weight = framework.detached(validate.row_weight(row_weight, ready.checked.row_shape, like))
     if (door := framework.door()) is not None:
@@ -224,7 +215,7 @@ def _value_and_grad(
         value, share = reductions.value_and_gradient(xp, stats.kl.array, lse, row_weight, reduction)
         grad = reductions.spread(xp, value, share, ready.checked.row_shape)
     saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
-    grads = KLGradients(*ready.backward(saved, wrt))
+    grads = KLGradients(*ready._replace(saved=saved).backward(wrt))
     give = functools.partial(frameworks.given_back, like, operands[2])
     return give(value), give(grads)
 

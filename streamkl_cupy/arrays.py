@@ -29,6 +29,10 @@ class ArrayView(NamedTuple):
     ptr: int
     array: Any
 
+    def at(self, ptr: int, array: Any) -> ArrayView:
+        """The view of another array that looks like this one."""
+        return ArrayView(*self[:6], ptr, array)
+
 
 class Inputs(NamedTuple):
     """The four operands of every call."""

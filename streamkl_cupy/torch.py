@@ -23,8 +23,8 @@ from torch.autograd import forward_ad
 from . import frameworks, validate
 from .advice.signatures import public
 from .arguments import a_kind_of
-from .arrays import RowStats, Saved
-from .call import ATTENTION_KL, Call
+from .arrays import RowStats
+from .call import ATTENTION_KL, Call, SavedArrays
 from .options import MASK_ARRAYS, NO_MASKS, TABLE, LossOptions, Options
 from .problem import INPUT_NAMES
 from .results import KLForward, KLForwardMass
@@ -351,21 +351,6 @@ def _reads_value(divergence: str, wanted: tuple[bool, ...]) -> bool:
     return bool(validate.reads_value(divergence, _names(wanted)))
 
 
-def _saved(
-    grad: Tensor, teacher_lse: Tensor, student_lse: Tensor, kl: Tensor | None, row_shape: tuple[int, ...]
-) -> Saved:
-    """What a backward reads of each row; a gradient without axes is that of every row."""
-    view = frameworks.describe("grad", grad)
-    if not view.shape:
-        view = view._replace(shape=row_shape, strides=(0,) * len(row_shape))
-    return Saved(
-        view,
-        frameworks.describe("teacher_lse", teacher_lse),
-        frameworks.describe("student_lse", student_lse),
-        None if kl is None else frameworks.describe("kl", kl),
-    )
-
-
 def _refuse_second_order(ctx: Any, *grads: Any) -> NoReturn:
     raise NotImplementedError(_NO_SECOND_ORDER)
 
@@ -409,13 +394,12 @@ class _Step(torch.autograd.Function):
         inputs, masks = tuple(arrays[:_MASKS]), tuple(arrays[_MASKS:]) or NO_MASKS
         wanted = ctx.needs_input_grad[:_MASKS]
         if torch.is_grad_enabled() or not (_unwatched((*rows, *arrays)) and _as_it_lies(rows[0])):
-            whole = rows[0].expand(teacher_lse.shape)
+            # Zeros without memory, times a number, have the type of the number.
+            whole = rows[0].to(teacher_lse.dtype).expand(teacher_lse.shape)
             grads = _AttentionKLBackward.apply(whole, *rows[1:], list(wanted), *inputs, *masks, ctx.options, None)  # type: ignore[no-untyped-call]
             return (*(g if w else None for g, w in zip(grads, wanted)), *nothing[_MASKS:])
-        ready = Call(ATTENTION_KL, inputs, ctx.options, masks).ready()
-        wrt = _names(wanted)
-        validate.gradients_built(ready.checked.problem, wrt)
-        return (*ready.backward(_saved(*rows, ready.checked.row_shape), wrt), *nothing[_MASKS:])
+        ready = Call(ATTENTION_KL, inputs, ctx.options, masks).ready(SavedArrays(*rows, alike=True))
+        return (*ready.backward(_names(wanted)), *nothing[_MASKS:])
 
 
 class _AttentionKL(torch.autograd.Function):
@@ -491,10 +475,8 @@ def _launch_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad, teacher_lse, student_lse, kl, wanted = args[:_SAVED]
     wrt = _names(tuple(wanted))
     call = _unpacked(args[_SAVED:])
-    ready = call.ready()
-    validate.gradients_built(ready.checked.problem, wrt)
-    saved = _saved(grad, teacher_lse, student_lse, kl, ready.checked.row_shape)
-    a, b, c, d = (call.operands[2].new_empty(0) if g is None else g for g in ready.backward(saved, wrt))
+    ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl))
+    a, b, c, d = (call.operands[2].new_empty(0) if g is None else g for g in ready.backward(wrt))
     return a, b, c, d
 
 

@@ -84,6 +84,7 @@ def run(families: tuple[str, ...], quick: bool, only: str) -> int:
     work_tiles.MIN_TILES_IN_LIST = 2  # small lists are split as long ones are
     planning.make_plan.cache_clear()
     planning._unsplit_plan.cache_clear()
+    call._looks.clear()
     call._checked.clear()
     call._runners.clear()
     count = 0

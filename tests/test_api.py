@@ -534,6 +534,7 @@ class FakeRunner:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
     FakeRunner.made, FakeRunner.warmed = 0, ()
+    monkeypatch.setattr(call, "_looks", {})
     monkeypatch.setattr(call, "_checked", {})
     monkeypatch.setattr(call, "_runners", {})
     monkeypatch.setattr(call, "backend", lambda device: type("Backend", (), {"Runner": FakeRunner}))

@@ -847,6 +847,7 @@ def test_patterns_end_with_their_owner(op: Op, backend: Any, rng: Any, kind: str
     assert [reference() for reference in alive] == [None] * 5
     assert not any(problem.mask.blocks for problem in call._runners)
     assert not any(ready.problem.mask.blocks for ready in call._checked.values())
+    assert not any(look.ready.checked.problem.mask.blocks for looks in call._looks.values() for look in looks)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,8 @@ LAYOUT = r"student_q of shape \(2, 1024, 8, 16\) means 1024 heads of 8 rows each
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hints, "_said", set())
-    monkeypatch.setattr(call, "_checked", {})
+    for kept in ("_looks", "_checked"):
+        monkeypatch.setattr(call, kept, {})
 
 
 @pytest.fixture(params=["numpy", "torch"])
@@ -75,6 +76,7 @@ def test_maps_in_half_precision(rng: np.random.Generator) -> None:
     maps = [torch.from_numpy(softmax(x)) for x in normal(rng, *[(3, 64, 64)] * 4)]
     for dtype in (torch.float16, torch.bfloat16):
         hints._said.clear()
+        call._looks.clear()
         call._checked.clear()
         _matches(MAPS, *said("attention_kl", [x.to(dtype) for x in maps]))
 

@@ -41,11 +41,12 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Set:
     """Say how many threads a call may use, however small it is and whatever this machine has."""
     for name in ("LEAST_SHARED_SCORES", "LEAST_SHARED_SEQUENCE"):
         monkeypatch.setattr(cut, name, 0)
-    for name in ("_checked", "_runners"):
+    for name in ("_looks", "_checked", "_runners"):
         monkeypatch.setattr(call, name, {})
 
     def choose(count: int) -> None:
         monkeypatch.setattr(threads, "available", lambda: count)
+        call._looks.clear()
         call._checked.clear()
         call._runners.clear()
 

@@ -717,7 +717,7 @@ def test_the_graph_keeps_the_pattern() -> None:
     x = operands(grad=["student_q"])
     queries, keys = x[0].shape[-2], x[1].shape[-2]
     loss = attention_kl(*x, block_mask=patterns.local(16, queries=queries, keys=keys, block=16)).sum()
-    for cache in (call._checked, call._runners):
+    for cache in (call._looks, call._checked, call._runners):
         cache.clear()
     gc.collect()
     loss.backward()

@@ -33,11 +33,15 @@ def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         def warmup(self, wrt: Any) -> None:
             raise AssertionError("warmed up")
 
+        def backward_bytes(self, wrt: Any) -> int:
+            return 0
+
         def forward(self, *args: Any) -> None:
             raise AssertionError("launched")
 
         backward = forward
 
+    monkeypatch.setattr(call, "_looks", {})
     monkeypatch.setattr(call, "_checked", {})
     monkeypatch.setattr(call, "_runners", {})
     monkeypatch.setattr(call, "backend", lambda device: type("Backend", (), {"Runner": Runner}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -48,6 +48,19 @@ class Framework:
     def is_standin(self, x: Any) -> bool:
         """Whether `x` has a shape and a dtype but no memory."""
         return False
+
+    # How a call like one before is known again, which costs less than reading its arrays.
+
+    def alike(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
+        """Whether as many others look like these in all that `read` tells but addresses; None: it has to be asked.
+
+        The first of these others has one of `types`; whatever the rest is, the answer is no error.
+        """
+        return None
+
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        """Of arrays that are `alike` some that have been read."""
+        return [self.address(x) for x in arrays]
 
     # Where results are made. `like` is an array of the call.
 
@@ -138,6 +151,8 @@ class Framework:
 
 FRAMEWORKS: dict[str, Framework] = {}
 """Those whose arrays have come, by name."""
+QUICK: dict[type, Framework] = {}
+"""Exact type -> its framework, where this knows what is `alike`."""
 READERS: dict[type, tuple[str, Reader]] = {}
 """Exact type -> (framework, reader). Subclasses are looked at anew each time: they are rare, and may be short-lived."""
 
@@ -148,6 +163,8 @@ def known(name: str) -> Framework:
         kind = importlib.import_module(f"{__package__}.{name}").FRAMEWORK
         framework = FRAMEWORKS.setdefault(name, kind(sys.modules[name]))
         READERS.update((exact, (name, framework.read)) for exact in framework.types())
+        if kind.alike is not Framework.alike:
+            QUICK.update((exact, framework) for exact in framework.types())
     return FRAMEWORKS[name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, ClassVar
@@ -44,6 +45,17 @@ class CuPy(NumPy):
 
     def read_subclass(self, name: str, x: Any, mask: bool = False) -> ArrayView:
         return self.read(name, x, mask)
+
+    def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
+        looks = self._looks(arrays)
+        kinds = {self.cupy.ndarray}
+        return lambda *others: kinds.issuperset(map(type, others)) and self._looks(others) == looks
+
+    def _looks(self, arrays: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [(x.shape, x.strides, x.dtype, x.data.device_id) for x in arrays]
+
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        return [x.data.ptr for x in arrays]
 
     def types(self) -> tuple[type, ...]:
         return (self.cupy.ndarray,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ..arguments import with_article
@@ -31,6 +32,7 @@ class Torch(Framework):
         self.raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         # What torch's own compiled programs make tensors by, at a third of the cost; done without where it is gone.
         fast = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        self.guards = getattr(fast, "TensorGuards", None)
         self.part = getattr(fast, "_reinterpret_tensor", None)
         self.empty_on_cpu = getattr(fast, "_empty_strided_cpu", None)
         self.empty_on_current_gpu = getattr(fast, "_empty_strided_cuda", None)
@@ -58,6 +60,27 @@ class Torch(Framework):
         if self.is_standin(x):
             raise TypeError(f"{name} {self._complaint(name, x, mask)}")
         return self.read(name, x, mask)
+
+    def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
+        if self.guards is not None:
+            shapes, strides = [list(x.shape) for x in arrays], [list(x.stride()) for x in arrays]
+            guards = self.guards(*arrays, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+            return guards.check  # type: ignore[no-any-return]
+        looks = self._looks(arrays)
+
+        def alike(*others: Any) -> bool:
+            try:
+                return self._looks(others) == looks
+            except Exception:
+                return False  # odd tensors raise here and there; `read` knows how to complain
+
+        return alike
+
+    def _looks(self, arrays: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [(type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in arrays]
+
+    def addresses(self, arrays: Sequence[Any]) -> list[int]:
+        return [x.data_ptr() for x in arrays]
 
     def types(self) -> tuple[type, ...]:
         return (self.torch.Tensor, self.torch.nn.Parameter)
