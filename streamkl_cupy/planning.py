@@ -41,13 +41,14 @@ class Step:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """Both gradients of one side in one pass over the scores. Its sums have no fixed order."""
+    """Both gradients of one side in one pass over the scores. Its sums, where it has any, have no fixed order."""
 
     side: str
     kernels: tuple[KernelPlan, ...]
-    """What prepares the workspace, the pass, what makes sums the gradient of the queries: same arguments."""
+    """What prepares the workspace, the pass, what makes sums the gradient of the queries where there are sums: same
+    arguments."""
     workspace_bytes: int
-    """Of the sums, and after them what split lists need."""
+    """Of the pass, and after that what split lists need."""
     names: tuple[str, str]
     """The two inputs."""
 
@@ -297,7 +298,8 @@ def _fused(work: Work, facts: DeviceFacts) -> tuple[FusedPlan | None, str]:
     side = work.task.side
     kernels = kernel.plans(work, facts, reason)
     partial_bytes = max(x.schedule.partial_bytes for x in kernels)
-    return FusedPlan(side, kernels, kernel.workspace_bytes(work) + partial_bytes, (f"{side}_q", f"{side}_k")), reason
+    own_bytes = kernel.workspace_bytes(work, kernel.tile(work, facts))
+    return FusedPlan(side, kernels, own_bytes + partial_bytes, (f"{side}_q", f"{side}_k")), reason
 
 
 def _key_tiles(problem: Problem, tile: TileRow) -> int:

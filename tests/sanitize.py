@@ -64,19 +64,25 @@ def problems(quick: bool) -> Iterator[Problem]:
     for M, teacher_heads, student_heads in ((16, 2, 2), (5, 1, 2), (40, 2, 1)):  # packed, mostly
         for D, options in ((64, {"causal": True}), (128, {"window": (700, 0)}), (64, {"key_lengths": ints(900, 0)})):
             yield Problem(2, 6, M, teacher_heads, student_heads, 1300, D, D, options=options, name="few")
-    pattern = patterns.from_dense(
-        np.random.default_rng(1).random((4, 7, 7)) < 0.3, queries=301, keys=333, block=(48, 48)
-    )
-    masks: dict[str, dict[str, Any]] = {
-        "window": {"window": (40, 9)},
-        "lengths": {"key_lengths": ints(0, 200), "causal": True},
-        "keys": {"key_mask": cupy.random.random((2, 333)) < 0.5},
-        "blocks": {"block_mask": pattern, "causal": True},
-        "packed": {"cu_seqlens_q": ints(0, 0, 270, 301), "cu_seqlens_k": ints(0, 50, 250, 320), "causal": True},
-    }
-    for D_t, D_s in ((64, 64), (128, 128), *(() if quick else ((576, 128),))):
+    # The keys of a head in several tiles, and in one.
+    for N, D_t, D_s in ((333, 64, 64), (333, 128, 128), (77, 64, 64), *(() if quick else ((333, 576, 128),))):
+        pattern = patterns.from_dense(
+            np.random.default_rng(1).random((4, 7, -(-N // 48))) < 0.3, queries=301, keys=N, block=(48, 48)
+        )
+        masks: dict[str, dict[str, Any]] = {
+            "window": {"window": (40, 9)},
+            "lengths": {"key_lengths": ints(0, min(N, 200)), "causal": True},
+            "keys": {"key_mask": cupy.random.random((2, N)) < 0.5},
+            "blocks": {"block_mask": pattern, "causal": True},
+            "packed": {
+                "cu_seqlens_q": ints(0, 0, 270, 301),
+                "cu_seqlens_k": ints(0, 50, min(N, 250), min(N, 320)),
+                "causal": True,
+            },
+        }
         for name, options in masks.items():
-            yield Problem(2, 4, 301, 2, 1, 333, D_t, D_s, options=options, name=name)
+            yield Problem(2, 4, 301, 2, 1, N, D_t, D_s, options=options, name=name)
+    yield Problem(1, 140, 70, 140, 140, 197, 64, 64)  # in one of 256 keys
 
 
 def run(families: tuple[str, ...], quick: bool, only: str) -> int:

@@ -14,6 +14,7 @@ from streamkl_cupy import arrays, call, frameworks, patterns, planning
 from streamkl_cupy.call import ATTENTION_KL, Call
 from streamkl_cupy.kernels import KERNELS, gpus, shares, work_tiles
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
+from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.compare import check_gradients, check_same_bits
 from streamkl_cupy.testing.problems import MASK_OPTIONS, RECIPES, make, upstream
@@ -156,6 +157,54 @@ def test_students_of_long_teachers(
         for name, first, second in zip(INPUT_NAMES, results[1], results[2], strict=True):
             if first is not None:
                 check_same_bits(name, cupy_only.numpy(first), cupy_only.numpy(second))
+
+
+def direct(plan: Any) -> list[bool]:
+    """Of each pass that makes both gradients of a side, whether it writes the queries' without sums."""
+    return [len(fused.kernels) == 2 for fused in plan.fused]
+
+
+@pytest.mark.parametrize("divergence", sorted(DIVERGENCES))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N", [1, 16, 64, 100, 128, 192, 197, 256])
+def test_all_keys_in_one_tile(cupy_only: Any, rng: Any, N: int, dtype: str, divergence: str) -> None:
+    if gpus.device_facts(0).compute_capability != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    for D_t, D_s in ((64, 64), (128, 40), (72, 128)):
+        H, M = 40, int(rng.choice([64, 65, 100, 197, 333]))
+        case = make(B=3, H=H, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=H, student_key_heads=H, dtypes=dtype,
+                    seed=int(rng.integers(1 << 30)), divergence=divergence)  # fmt: skip
+        inputs = cupy_only.arrays(case)
+        fits = [(256 if D <= 64 and max(D_t, D_s) <= 64 else 128) >= N for D in (D_t, D_s)]
+        assert direct(streamkl_cupy.plan(*inputs, **case.options)) == fits
+        grad = upstream(rng, (3, H, M))
+        grad[:, :, ::5] *= 1e-3
+        results = [cupy_only.judge(case, grad, arrays=inputs, deterministic=how)[1] for how in (None, True)]
+        for name, *both in zip(INPUT_NAMES, *results, strict=True):
+            if N <= 128:
+                check_same_bits(name, *(cupy_only.numpy(x) for x in both))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("part", sorted(MASK_OPTIONS))
+def test_all_keys_in_one_tile_under_masks(cupy_only: Any, rng: Any, part: str, dtype: str) -> None:
+    """Tiles of queries that no step visits are written too, as all of them are in poisoned memory."""
+    if gpus.device_facts(0).compute_capability != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    B = 1 if part == "packed" else 2
+    for trial, D in itertools.product(range(3), (64, 128)):
+        M, N = int(rng.integers(200, 700)), int(rng.integers(1, 129))
+        options = MASK_OPTIONS[part](rng, B, M, N)
+        if trial == 0 and part in ("causal", "window", "blocks"):
+            options |= {"causal": True, "q_offset": int(rng.integers(-M, N))}  # some rows see nothing
+        case = make(B=B, H=4, M=M, N=N, D_t=64, D_s=D, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
+                    seed=int(rng.integers(1 << 30)), **options)  # fmt: skip
+        inputs = cupy_only.arrays(case)
+        plan = streamkl_cupy.plan(*inputs, **cupy_only.options(case))
+        assert direct(plan) == [True, True] or "fewer than 64 queries" in str(plan.unfused)
+        rows = reference.forward(*case.arrays, **case.options)
+        for deterministic in (None, True):
+            cupy_only.judge(case, upstream(rng, rows.kl.shape), arrays=inputs, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -202,6 +202,7 @@ def test_one_pass_blocks_fill_the_gpu_once_and_their_registers_fit() -> None:
     for dims, mask in itertools.product(((64, 64), (128, 128), (96, 96), (128, 64)), (MaskSpec(), MaskSpec(("keys",)))):
         for fused in plan(dims=dims, mask=mask).fused:
             prepare, main, finish = fused.kernels
+            assert not main.tile.direct
             assert main.blocks == facts_for_arch("sm_90").multiprocessors
             assert prepare.blocks == finish.blocks == 8 * -(-8192 // 64)
             constants = dict(main.constants)
@@ -211,6 +212,31 @@ def test_one_pass_blocks_fill_the_gpu_once_and_their_registers_fit() -> None:
             # Four warpgroups of 128 threads; a multiprocessor has 65,536.
             assert 128 * (2 * consumer + query_gradient + producer) <= 65536
             assert {consumer % 8, query_gradient % 8, producer % 8} == {0}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_tile_with_all_keys_needs_no_sums_of_the_queries_gradient(deterministic: bool) -> None:
+    for dims, rows in (((64, 64), 256), ((128, 128), 128), ((64, 128), 128)):
+        for N, M, mask in itertools.product((1, rows - 59, rows), (64, 197), (MaskSpec(), MaskSpec(("keys",)))):
+            p = plan(M=M, N=N, dims=dims, heads=150, mask=mask, deterministic=deterministic)
+            assert p.unfused == ()
+            for fused in p.fused:
+                assert [kernel.symbol for kernel in fused.kernels] == ["streamkl_fused_prepare", "streamkl_fused"]
+                assert fused.main.tile.direct
+                entries, vectors = 150 * -(-M // 64), 4 if fused.side == "teacher" else 3
+                assert fused.workspace_bytes == -(-4 * (entries * (64 * vectors + 1) + 1) // 128) * 128
+                assert f"workspace {fused.workspace_bytes} B" in str(p)
+                assert fused.kernels[0].blocks == entries
+        for fused in plan(M=197, N=rows + 1, dims=dims, heads=150).fused:
+            assert len(fused.kernels) == 3
+            assert fused.workspace_bytes > 4 * 150 * 197 * dims[fused.side == "student"]
+        assert (plan(M=197, N=rows + 1, dims=dims, heads=150, deterministic=True).fused == ()) is True
+    # Whatever the lengths of sequences are, one of them has no more keys than there are.
+    for N, finishes in ((128, False), (129, True)):
+        packed = plan(M=1000, N=N, heads=150, mask=MaskSpec(("packed",), (("q_offset_given", 0),)), sequences=3, rank=3)
+        assert [len(fused.kernels) == 3 for fused in packed.fused] == [finishes] * 2
+    # Few heads: twice the blocks count for more.
+    assert [fused.main.tile.rows for fused in plan(M=197, N=197, heads=8).fused] == [128, 128]
 
 
 @pytest.mark.parametrize("kind", ["forward", "gradient"])

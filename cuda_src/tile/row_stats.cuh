@@ -51,6 +51,7 @@ struct RowStatsLayout {
         tile[2 * COLUMNS + column] = x.weight;
         if constexpr (Logit::kNeedsValue) tile[3 * COLUMNS + column] = x.value;
     }
+    __device__ static float weight(const float* tile, int column) { return tile[2 * COLUMNS + column]; }
     // Of a pair of neighbouring columns, from shared memory.
     __device__ static void read(RowStats (&x)[2], u32 tile, int pair) {
         const auto two = [tile, pair](int vector) { return shared_float2(tile + 4 * COLUMNS * vector + 8 * pair); };

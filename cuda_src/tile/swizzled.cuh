@@ -4,6 +4,7 @@
 #include "common/args.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "tile/element.cuh"
@@ -19,6 +20,14 @@ struct SwizzledTile {
     static constexpr int kChunks = ceil_div(DIM, 64);  // columns beyond DIM arrive as zeros
     static constexpr int bytes(int rows) { return kChunks * rows * 128; }
 };
+
+// Where a lane puts its part of a warp's 16 rows of a tile, `row` the first of them, and one operand A of 16 columns
+// there: 16 columns further are 32 bytes further in the row, under the swizzle too.
+__device__ inline u32 fragment_address(u32 tile, int row, int lane) {
+    const int mine = row + (lane & 15);
+    return tile + mine * 128 + ((lane >> 4 ^ (mine & 7)) << 4);
+}
+__device__ inline void store_fragment(u32 to, int k, const u32 (&fragment)[4]) { stmatrix_x4(to ^ (k << 5), fragment); }
 
 // All chunks of `ROWS` rows from (row, head, batch), announced on the barrier by the caller.
 template <int ROWS>

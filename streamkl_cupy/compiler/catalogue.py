@@ -68,8 +68,15 @@ class Extents(NamedTuple):
     keys: int
 
 
-# Enough rows to fill any GPU, so few that planning prefers smaller tiles, and few queries on a long cache.
-EXTENTS = (Extents(8, 8, 8192, 8192), Extents(1, 1, 512, 512), Extents(16, 4, 16, 8192))
+# Enough rows to fill any GPU, so few that planning prefers smaller tiles, few queries on a long cache, and many heads
+# whose keys fit one tile.
+EXTENTS = (
+    Extents(8, 8, 8192, 8192),
+    Extents(1, 1, 512, 512),
+    Extents(16, 4, 16, 8192),
+    Extents(256, 256, 256, 256),
+    Extents(256, 256, 256, 128),
+)
 
 
 class ElementTypes(NamedTuple):

@@ -461,7 +461,7 @@ class Kernel(ABC, Generic[Row]):
         """All kernels of the work, one after the other with the same arguments; mostly one."""
         return (self.plan(work, facts, reason),)
 
-    def workspace_bytes(self, work: Work) -> int:
+    def workspace_bytes(self, work: Work, tile: Row) -> int:
         """Global memory without which the work cannot be done."""
         return 0
 

@@ -8,6 +8,8 @@ Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), `keys` of a bloc
 `kept` and `unit` are chunks(D_other) where whole tiles of the other side fit. By pieces `unit` is 1, `kept` are as many
 chunks of its keys as fit, and stages take what is left.
 
+and 8192 in place of the stagings where a tile has all keys of a head, whose query gradient is written without sums.
+
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
 the keys themselves; masks with holes, intervals beside four row vectors, and an other side beyond 128 leave no room for
 these. Beyond D_own = 128 gradients do not fit, nor do 256 keys beyond D_own = 64.
@@ -28,6 +30,7 @@ MAX_OUT = 128
 # Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer.
 THREADS = 256 + 128 + 128
 HELPER_THREADS = 128
+WARP = 32
 WORK_ITEMS, WORK_ITEM_BYTES = (
     2,
     100,
@@ -55,6 +58,9 @@ class _Row(TileRow):
     pieces: bool = False
     """The other side's queries come in pieces of 64 columns, of which at least `score_stages` are in flight, and of its
     keys as many columns stay as there is room for; the others come with the queries, 64 keys to a piece."""
+    direct: bool = False
+    """A tile has all keys of a head: one product makes the gradient of a tile of queries, and that warpgroup writes it.
+    There are no sums to clear, to add to and to convert, nor an order of them."""
 
 
 # Student, 8 heads x 8192, bf16, ms on an H100, one run per line; runs differ by 3 %, and the compiler's order of
@@ -133,14 +139,17 @@ class _Fused(Hopper[_Row]):
     args = HOPPER_FUSED
     shares_tiles = True
     persistent = True
+    min_queries = 64
     # Sums are read and written, and share the cache with what comes next: causal, D = 128, two heads of 8192 rows
     # (17 MB) side by side take 0.52 ms, eight of them 0.56.
     l2_budget = 20 << 20
 
     def refuses(self, work: Work, facts: DeviceFacts) -> str:
-        if work.problem.deterministic:
+        if reason := super().refuses(work, facts):
+            return reason
+        if work.problem.deterministic and not self.tile(work, facts).direct:
             return "deterministic=True, and one pass adds its sums in no fixed order"
-        return super().refuses(work, facts)
+        return ""
 
     def lacks(self, work: Work) -> str:
         if work.out_dim > MAX_OUT:
@@ -152,7 +161,10 @@ class _Fused(Hopper[_Row]):
         return ""
 
     def table(self, work: Work) -> tuple[_Row, ...]:
-        return _TABLE
+        return tuple(x for row in _TABLE for x in (replace(row, direct=True), row))
+
+    def fitting(self, work: Work, facts: DeviceFacts) -> tuple[_Row, ...]:
+        return tuple(row for row in super().fitting(work, facts) if not row.direct or work.problem.keys <= row.rows)
 
     def threads(self, tile: _Row) -> int:
         return THREADS
@@ -179,7 +191,9 @@ class _Fused(Hopper[_Row]):
             "SKL_KEPT_CHUNKS": kept,
             "SKL_SCORE_STAGES": score_stages,
             "SKL_DS_STAGES": tile.ds_stages,
-            "SKL_STAGINGS": tile.stagings,
+            "SKL_STAGINGS": 1 if tile.direct else tile.stagings,
+            "SKL_DIRECT": int(tile.direct),
+            "SKL_HELPER_THREADS": _helper_threads(tile),
             "SKL_WORK_ITEMS": WORK_ITEMS,
             "SKL_WORK_ITEM_BYTES": WORK_ITEM_BYTES,
             "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
@@ -192,7 +206,7 @@ class _Fused(Hopper[_Row]):
         }
 
     def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
-        return _workspace(work), partials(tile.warps, tile.rows, work.out_dim)
+        return _workspace(work, tile), partials(tile.warps, tile.rows, work.out_dim)
 
     def streamed_bytes(self, work: Work) -> int:
         return super().streamed_bytes(work) + 4 * work.problem.queries * work.out_dim
@@ -202,17 +216,18 @@ class _Fused(Hopper[_Row]):
         return super().head_group(work, least) if work.problem.mask.parts else 1
 
     def plans(self, work: Work, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
-        """What prepares the workspace, the pass, what makes sums the gradient of the queries."""
+        """What prepares the workspace, the pass, and, if it has sums, what makes them the gradient of the queries."""
         main = self.plan(work, facts, reason)
+        tile = self.tile(work, facts)
 
         def helper(does: str) -> KernelPlan:
             symbol = f"{main.symbol}_{does}"
-            return replace(main, symbol=symbol, smem_bytes=0, blocks=_entries(work), threads=HELPER_THREADS)
+            return replace(main, symbol=symbol, smem_bytes=0, blocks=_entries(work), threads=_helper_threads(tile))
 
-        return helper("prepare"), main, helper("finish")
+        return (helper("prepare"), main) if tile.direct else (helper("prepare"), main, helper("finish"))
 
-    def workspace_bytes(self, work: Work) -> int:
-        return -(-_workspace(work).bytes(_entries(work)) // 128) * 128
+    def workspace_bytes(self, work: Work, tile: _Row) -> int:
+        return -(-_workspace(work, tile).bytes(_entries(work)) // 128) * 128
 
 
 def _own_bytes(work: Work, tile: _Row) -> int:
@@ -221,7 +236,7 @@ def _own_bytes(work: Work, tile: _Row) -> int:
         ALIGNMENT
         + 128 * chunks(work.side.dim) * (tile.rows + tile.stages * COLUMNS)
         + 128 * tile.warps * 16 * tile.ds_stages
-        + 16384 * tile.stagings
+        + (8192 if tile.direct else 16384 * tile.stagings)
         + tile.stages * work.row_vectors * COLUMNS * 4
         + 8 * (4 + 2 * (tile.stages + tile.ds_stages) + 2 * WORK_ITEMS)
         + WORK_ITEMS * WORK_ITEM_BYTES
@@ -246,8 +261,13 @@ def _score_side(work: Work, tile: _Row) -> tuple[int, int]:
     return kept, stages
 
 
-def _workspace(work: Work) -> Regions:
-    return fused_workspace(COLUMNS, work.out_dim, work.row_vectors)
+def _helper_threads(tile: _Row) -> int:
+    # Row statistics are a warp's work, sums to clear and to convert are more.
+    return WARP if tile.direct else HELPER_THREADS
+
+
+def _workspace(work: Work, tile: _Row) -> Regions:
+    return fused_workspace(COLUMNS, work.out_dim, work.row_vectors, tile.direct)
 
 
 def _entries(work: Work) -> int:

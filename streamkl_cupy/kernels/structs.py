@@ -336,12 +336,16 @@ def partials(warps: int, rows: int, out_dim: int) -> Regions:
     )
 
 
-def fused_workspace(columns: int, dim: int, row_vectors: int) -> Regions:
-    """What the one-pass backward works in; an entry is a tile of `columns` queries of one head."""
+def fused_workspace(columns: int, dim: int, row_vectors: int, direct: bool) -> Regions:
+    """What the one-pass backward works in; an entry is a tile of `columns` queries of one head.
+
+    `direct`: the pass writes the queries' gradient itself and needs no sums of it.
+    """
+    sums = 0 if direct else columns * dim
     return Regions(
         "FusedWorkspace",
         (
-            Region("sums", "float", columns * dim, "of the queries' gradient, as the accumulators hold them"),
+            Region("sums", "float", sums, "of the queries' gradient, as the accumulators hold them"),
             Region("row_stats", "float", columns * row_vectors, "of the queries, as tile/row_stats.cuh lays them out"),
             Region("exponents", "int", 1, "the largest of g * bound; of narrow types only"),
             Region("taken", "u32", 1, "work tiles that blocks have taken beyond their first", once=True),

@@ -23,9 +23,6 @@ struct ScoreCursor<true> {
 // dS^T with g of one consumer thread as operand A, a fragment per 16 queries.
 using Gradients = FragmentA<GradSide::kCode>[kTiles / 2];
 
-// Puts one fragment where the dQ warpgroup reads: 16 queries further are 32 bytes further in the row, under the swizzle
-// too.
-__device__ inline void stage_ds(u32 to, int k, const u32 (&fragment)[4]) { stmatrix_x4(to ^ (k << 5), fragment); }
 // Whether a tile is asked which of its pairs are visible, by the columns and rows of the lane's accumulators.
 template <class Visible>
 constexpr bool kMasks = true;
@@ -62,7 +59,7 @@ __device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& sco
         if constexpr (kNarrow) {
             FragmentA<GradSide::kCode> plain;
             accumulators_to_a<GradSide::kCode>(plain, grad_side[2 * k], grad_side[2 * k + 1]);
-            stage_ds(to, k, plain.r[0]);
+            store_fragment(to, k, plain.r[0]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 RowStats x[2];
@@ -136,7 +133,7 @@ struct Consumer {
           lane(thread.lane),
           warp_row(64 * group + 16 * ((threadIdx.x / 32) & 3)),
           scales{args.teacher_scale, args.student_scale},
-          ds_start(ds_of(shared, warp_row + (lane & 15), lane >> 4)),
+          ds_start(fragment_address(shared.base + kDsAt, warp_row, lane)),
           keys_score(swizzled_descriptor(shared.base + kScoreKeysAt + group * 64 * 128)),
           keys_grad(swizzled_descriptor(shared.base + kGradKeysAt + group * 64 * 128)),
           ring_score(swizzled_descriptor(shared.base + kScoreAt)),
@@ -165,11 +162,6 @@ struct Consumer {
     }
 
 private:
-    // Where a lane puts its part of dS^T: a row of the warp's 16 keys, one half of 16 queries.
-    __device__ static u32 ds_of(const Layout& shared, int row, int half) {
-        return shared.base + kDsAt + row * 128 + ((half ^ (row & 7)) << 4);
-    }
-
     __device__ void start(const WorkItem& item) {
         if constexpr (kNarrow) scale = item.scale;
 #pragma unroll
@@ -354,7 +346,7 @@ private:
         if constexpr (!kNarrow) {
             mbarrier_wait(shared.barrier(kDsEmpty, at_ds.slot), at_ds.parity ^ 1);
 #pragma unroll
-            for (int k = 0; k < kTiles / 2; ++k) stage_ds(to, k, dx[k].r[0]);
+            for (int k = 0; k < kTiles / 2; ++k) store_fragment(to, k, dx[k].r[0]);
         }
         ds_staged();
         wgmma_fence();
@@ -468,7 +460,7 @@ private:
         mbarrier_wait(shared.barrier(kDsEmpty, at_ds.slot), at_ds.parity ^ 1);
         const u32 zeros[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int k = 0; k < kTiles / 2; ++k) stage_ds(ds_start + at_ds.slot * kDsBytes, k, zeros);
+        for (int k = 0; k < kTiles / 2; ++k) store_fragment(ds_start + at_ds.slot * kDsBytes, k, zeros);
         ds_staged();
         await_turn();
         pass_turn();

@@ -29,10 +29,11 @@ constexpr int kTiles = kColumns / 8;
 constexpr int kGradRing = SKL_STAGES, kScoreRing = SKL_SCORE_STAGES;
 constexpr int kDsStages = SKL_DS_STAGES;      // tiles of dS between the consumers and dQ
 constexpr int kStagings = SKL_STAGINGS;       // buffers between dQ and the copy engine
+constexpr bool kDirect = SKL_DIRECT;          // one work tile has all keys of a head: what is made of dQ is all of it
 constexpr bool kNarrow = E::kNarrowExponent;  // gradients of logits are scaled by powers of two
 
-constexpr int kHelperThreads = 128;              // of the kernels before and after
-constexpr int kOutTiles = 2 * GradSide::kSteps;  // tiles of 8 columns of dK and dQ
+constexpr int kHelperThreads = SKL_HELPER_THREADS;  // of the kernels before and after
+constexpr int kOutTiles = 2 * GradSide::kSteps;     // tiles of 8 columns of dK and dQ
 
 // Where whole tiles of the score side do not fit, a stage of its ring is a piece: 64 columns of 64 rows. Of the keys
 // kKept chunks of columns stay, the pieces of the others come with those of the queries they meet.
@@ -50,7 +51,7 @@ constexpr int kWide = SKL_WIDE_CHUNKS;       // chunks of dQ that one product ma
 constexpr int kSubs = kWarpTiles;            // a consumer works on 64 of every 128 keys of the block
 constexpr int kSubRows = kRows / kSubs;
 constexpr int kDsBytes = kSubRows * kColumns * 2;
-constexpr int kStagingBytes = 64 * kColumns * 4;
+constexpr int kStagingBytes = 64 * kColumns * (kDirect ? 2 : 4);
 constexpr int kStatsBytes = 4 * Stats::kFloats;
 
 // Offsets in shared memory.
@@ -132,10 +133,11 @@ struct Layout {
 // causal patterns, have the end in common.
 using Walk = Cursor<Mask, Mask::kListed ? -1 : 1>;
 
-// The block's keys of a work item, the steps past them, and the walk over these.
-__device__ inline Range keys_of(const WorkItem& item) {
-    return {item.block.tile * kRows, min(item.block.tile * kRows + kRows, item.segment.keys)};
+// The keys of a work tile, the steps past them, and the walk over these.
+__device__ inline Range keys_of(const Segment& segment, int tile) {
+    return {tile * kRows, min(tile * kRows + kRows, segment.keys)};
 }
+__device__ inline Range keys_of(const WorkItem& item) { return keys_of(item.segment, item.block.tile); }
 __device__ inline Range steps_of(const WorkItem& item, const Extents& n) {
     const Mask mask(n, item.segment, item.block.batch, item.head);
     const Range keys = keys_of(item);
@@ -154,7 +156,8 @@ __device__ inline int plain_exponent(const RowStats& x) {
 __device__ inline float plain_scale(const RowStats& x) { return power_of_two(plain_exponent(x)); }
 __device__ inline float plain_unscale(const RowStats& x) { return power_of_two(-plain_exponent(x)); }
 
-static_assert(FusedWorkspace::kSums == kColumns * GradSide::kDim && FusedWorkspace::kRowStats == Stats::kFloats,
+static_assert(FusedWorkspace::kSums == (kDirect ? 0 : kColumns * GradSide::kDim) &&
+                  FusedWorkspace::kRowStats == Stats::kFloats,
               "plan: workspace");
 
 struct Workspace : FusedWorkspace {
@@ -171,6 +174,11 @@ struct Workspace : FusedWorkspace {
         return static_cast<i64>(b * heads + h) * tiles + segment.first_query / kColumns + segment.sequence + tile;
     }
 };
+
+// Where the gradient of query q of a segment has a column.
+__device__ inline u64 query_address(const Tensor4& out, int b, int h, const Segment& segment, int q, int column) {
+    return out.pointer + (b * out.batch + h * out.head + (segment.first_query + q) * out.row + column) * E::kBytes;
+}
 
 // Tiles of 8 columns in a 64-column chunk of the sums, and where thread `thread` of the dQ warpgroup has its four
 // elements of such a tile. A warp's part of a chunk is contiguous.

@@ -1,5 +1,6 @@
 // Before and after the pass of fused_sm90.cu: clearing sums and writing what rows contribute; making sums the gradient
-// of the queries.
+// of the queries. Where the pass writes that gradient itself, there is no after, and before it are cleared the rows that
+// no step of it visits.
 #pragma once
 #include "kernels/fused_sm90/layout.cuh"
 
@@ -25,20 +26,43 @@ struct Entry {
     }
 };
 
+// Whether the pass visits a tile of queries, where all keys of a head are in one work tile. A whole warp.
+__device__ inline bool visited(const Mask& mask, int tile) {
+    const Range keys = keys_of(mask.segment, 0);
+    if (keys.empty()) return false;
+    Range tiles = covering(mask.queries_of(keys.begin, keys.end), kColumns);
+    tiles.intersect({tile, tile + 1});
+    return Walk(mask, keys, mask.steps_of(keys.begin, tiles)).more();
+}
+
+// Zeros for a tile of the gradient of the queries, by a warp.
+__device__ inline void clear_queries(const FusedArgs& args, const Entry& at) {
+    constexpr int kPieces = GradSide::kDim / 8;
+    const int first = at.tile * kColumns, rows = min(kColumns, at.segment.queries - first);
+    for (int i = threadIdx.x; i < rows * kPieces; i += 32)
+        *reinterpret_cast<uint4*>(query_address(args.out_q, at.batch, at.head, at.segment, first + i / kPieces,
+                                                i % kPieces * 8)) = make_uint4(0, 0, 0, 0);
+}
+
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Workspace space(all.fused);
     const Entry at(space, args.n);
 
-    float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * Workspace::kSums);
+    if constexpr (!kDirect) {
+        float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * Workspace::kSums);
 #pragma unroll
-    for (int i = 0; i < kColumns * GradSide::kDim / 4 / kHelperThreads; ++i)
-        sums[threadIdx.x + kHelperThreads * i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (threadIdx.x >= 32) return;
+        for (int i = 0; i < kColumns * GradSide::kDim / 4 / kHelperThreads; ++i)
+            sums[threadIdx.x + kHelperThreads * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (threadIdx.x >= 32) return;
+    }
     if (blockIdx.x == 0 && threadIdx.x == 0) *space.taken = 0;
 
     const Mask mask(args.n, at.segment, at.batch, at.head);
+    if constexpr (kDirect && Mask::kParts > 0) {
+        if (!visited(mask, at.tile)) clear_queries(all.fused, at);
+    }
     int top = kLowestExponent;
 #pragma unroll
     for (int j = threadIdx.x; j < kColumns; j += 32) {
@@ -57,7 +81,6 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
-    const Tensor4& out = all.fused.out_q;
     const Workspace space(all.fused);
     const Entry at(space, args.n);
     const float* const sums = space.sums + at.index * Workspace::kSums;
@@ -83,9 +106,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
-            const u64 address = out.pointer + (at.batch * out.batch + at.head * out.head +
-                                               (at.segment.first_query + q) * out.row + 8 * part) *
-                                                  E::kBytes;
+            const u64 address = query_address(all.fused.out_q, at.batch, at.head, at.segment, q, 8 * part);
             *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }

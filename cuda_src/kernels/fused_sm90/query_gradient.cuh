@@ -1,11 +1,12 @@
 // The warpgroup of fused_sm90.cu that multiplies dS with the grad side's keys, and has the copy engine add what comes
-// out to the sums.
+// out to the sums; or writes it, where it is the whole of dQ.
 #pragma once
 #include "kernels/fused_sm90/layout.cuh"
 #include "ptx/bulk.cuh"
 #include "tile/clear.cuh"
 
 struct QueryGradient {
+    const FusedArgs& args;
     const Extents& n;
     const Layout& shared;
     WorkItemRing& items;
@@ -16,7 +17,8 @@ struct QueryGradient {
     RingCursor<kStagings> stage;
 
     __device__ QueryGradient(const HopperFusedArgs& all, const Layout& shared, WorkItemRing& items, Thread who)
-        : n(all.fused.base.n),
+        : args(all.fused),
+          n(all.fused.base.n),
           shared(shared),
           items(items),
           space(all.fused),
@@ -37,7 +39,7 @@ struct QueryGradient {
             work(item);
             items.over();
         }
-        if (lane == 0) bulk_wait();
+        if (!kDirect && lane == 0) bulk_wait();
     }
 
 private:
@@ -45,11 +47,13 @@ private:
     using Part = float[kWide < GradSide::kChunks ? 8 * kWide : kOutTiles][4];
 
     __device__ void work(const WorkItem& item) {
-        float* const head_sums =
-            space.sums + space.entry(item.block.batch, item.head, item.segment, 0) * Workspace::kSums;
+        const i64 entry = space.entry(item.block.batch, item.head, item.segment, 0);
+        float* const head_sums = space.sums + entry * Workspace::kSums;
         bool done = false;  // with the work tile's keys, before the last sums are on their way
         for (Walk walk = walk_of(item, n); walk.more(); walk.next()) {
             float* const sums = head_sums + static_cast<i64>(walk.tile()) * Workspace::kSums;
+            float factors[Accumulators::kRows];
+            if constexpr (kDirect) row_factors(factors, entry + walk.tile());
 #pragma unroll
             for (int first = 0; first < GradSide::kChunks; first += kWide) {
                 Part part;
@@ -60,7 +64,12 @@ private:
                     done = true;
                 }
 #pragma unroll
-                for (int c = first; c < first + kWide; ++c) add(sums, part, first, c);
+                for (int c = first; c < first + kWide; ++c) {
+                    if constexpr (kDirect)
+                        write(item, walk.row(), factors, part, first, c);
+                    else
+                        add(sums, part, first, c);
+                }
             }
         }
         if (item.last && !done) warp_arrive(shared.barrier(kGradKeysFree));
@@ -86,9 +95,54 @@ private:
         }
     }
 
-    // Chunk c, through the warp's own part of a buffer: no other warp is waited for.
+    // The warp's own part of a buffer: no other warp is waited for.
+    __device__ u32 staging() const {
+        return shared.base + kStagingAt + stage.slot * kStagingBytes + thread / 32 * (kStagingBytes / 4);
+    }
+
+    // What the products of the lane's rows are multiplied by.
+    __device__ void row_factors(float (&factors)[Accumulators::kRows], i64 entry) const {
+#pragma unroll
+        for (int i = 0; i < Accumulators::kRows; ++i) {
+            factors[i] = gradient_factor<kSide>(args.base.out_scale);
+            if constexpr (kNarrow)
+                factors[i] *= Stats::weight(space.row_stats + entry * Stats::kFloats,
+                                            thread / 32 * 16 + Accumulators::first_row(lane) + Accumulators::below(i));
+        }
+    }
+
+    // Chunk c of the tile that begins with query `row`, so that neighbouring lanes write neighbouring 16 bytes.
+    __device__ void write(const WorkItem& item, int row, const float (&factors)[Accumulators::kRows], const Part& part,
+                          int first, int c) const {
+        const u32 mine = staging(), to = fragment_address(mine, 0, lane);
+#pragma unroll
+        for (int k = 0; k < (sum_tiles(c) + 1) / 2; ++k) {
+            float scaled[2][4];
+#pragma unroll
+            for (int e = 0; e < 8; ++e)
+                scaled[e / 4][e % 4] = part[8 * (c - first) + 2 * k + e / 4][e % 4] * factors[Accumulators::row(e % 4)];
+            FragmentA<GradSide::kCode> fragment;
+            accumulators_to_a<GradSide::kCode>(fragment, scaled[0], scaled[1]);
+            store_fragment(to, k, fragment.r[0]);
+        }
+        __syncwarp();
+        const int piece = lane % 8, first_row = row + thread / 32 * 16;
+        const int rows = piece < sum_tiles(c) ? min(16, item.segment.queries - first_row) : 0;
+        u64 address = query_address(args.out_q, item.block.batch, item.head, item.segment, first_row + lane / 8,
+                                    64 * c + 8 * piece);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int r = 4 * i + lane / 8;
+            if (r < rows)
+                *reinterpret_cast<float4*>(address) = shared_float4(mine + r * 128 + ((piece ^ (r & 7)) << 4));
+            address += 4 * args.out_q.row * E::kBytes;
+        }
+        __syncwarp();  // everybody has read, and the products want all of them
+    }
+
+    // Chunk c.
     __device__ void add(float* sums, const Part& part, int first, int c) {
-        const u32 mine = shared.base + kStagingAt + stage.slot * kStagingBytes + thread / 32 * (kStagingBytes / 4);
+        const u32 mine = staging();
         if (lane == 0) bulk_wait_read<kStagings - 1>();
         __syncwarp();
 #pragma unroll
