@@ -3,13 +3,16 @@
 // are the grad side's logits, dS = g * dvalue/dS:
 //
 //   dK = c dS^T Q   summed in registers by the block that owns the keys, over the query heads that share them
-//   dQ = c dS K     needs all keys: blocks add fp32 parts in global memory, in no fixed order
+//   dQ = c dS K     needs all keys: blocks add fp32 parts in global memory, in no fixed order; where one work tile has
+//                   all keys of a head (kDirect), the product is all of dQ, and written at once
 //
 // Three kernels: `prepare` clears the sums of dQ and the count of work tiles, and writes the rows' statistics where the
 // copy engine can fetch them, the main kernel adds, `finish` scales and converts dQ. In the workspace, one entry per
 // query head and kColumns queries:
 //
-//   sums       [grad side's D / 8][...] floats, in the order in which the accumulators of the dQ product hold them
+//   sums       [grad side's D / 8][...] floats, in the order in which the accumulators of the dQ product hold them;
+//              none where dQ is written at once: then `prepare` clears the rows of dQ that no step of the main kernel
+//              visits, and there is no `finish`
 //   row_stats  of the queries, as tile/row_stats.cuh lays them out; narrow types: g times what takes back a row's scale
 //   exponents  int, types of narrow exponent only: the largest exponent of g * bound
 //   taken      one int: work tiles that blocks have taken beyond their first
@@ -26,7 +29,7 @@
 //   consumers two warpgroups, 64 of every 128 keys each: both scores, transposed (keys x queries), become dS^T, which
 //             is operand A of dK from registers, and goes through shared memory to
 //   dQ        one warpgroup: dS (read transposed) times the grad side's keys, kWide x 64 columns at a time; each warp
-//             stages its rows in shared memory and has the copy engine add them to the sums
+//             stages its rows in shared memory and has the copy engine add them to the sums, or writes them as dQ
 //
 //   barrier          arrivals                    waited for by
 //   grad_keys        1 (+ bytes)                 consumers and dQ
@@ -41,8 +44,8 @@
 //   ds_empty[i]      one per warp of dQ          consumers: stage i of dS may be overwritten
 //
 // An element type of narrow exponent gets dS twice: with g, scaled by one power of two per key block, for dK, and
-// without g, scaled by one per row, for dQ; `finish` multiplies g in. Where key tiles are few or have long lists, blocks
-// share the queries of one and dK is added up as in pipeline/partials.cuh.
+// without g, scaled by one per row, for dQ; whoever writes dQ multiplies g in. Where key tiles are few or have long
+// lists, blocks share the queries of one and dK is added up as in pipeline/partials.cuh.
 #include "kernels/fused_sm90/layout.cuh"
 #include "kernels/fused_sm90/prepare_finish.cuh"
 #include "kernels/fused_sm90/producer.cuh"
