@@ -223,9 +223,9 @@ def _shared(plan: Plan, problem: Problem, facts: DeviceFacts) -> Plan:
 
     def share_pass(whole: FusedPlan) -> FusedPlan:
         main = share(whole.main)
-        before, after = (replace(x, schedule=main.schedule) for x in (whole.kernels[0], whole.kernels[2]))
+        before, _, *after = (replace(x, schedule=main.schedule) for x in whole.kernels)
         more = main.schedule.partial_bytes - whole.main.schedule.partial_bytes
-        return replace(whole, kernels=(before, main, after), workspace_bytes=whole.workspace_bytes + more)
+        return replace(whole, kernels=(before, main, *after), workspace_bytes=whole.workspace_bytes + more)
 
     return replace(
         plan,

@@ -18,7 +18,6 @@ from .base import TileRow, Work
 from .sm90 import ALIGNMENT, Hopper, held_steps, row_bytes
 from .structs import HOPPER_GRADIENT, Regions, partials
 
-
 TASK_BYTES = 88  # the kernel asserts it
 
 

@@ -1,7 +1,7 @@
 """Over how many blocks the steps of a row tile go, where row tiles are few: `pipeline/partials.cuh` cuts them.
 
-A step is a tile of streamed rows; where a block sums the query heads that share its keys, each head has its own. Lists of
-patterns are not cut here but in `work_tiles.py`.
+A step is a tile of streamed rows; where a block sums the query heads that share its keys, each head has its own. Lists
+of patterns are not cut here but in `work_tiles.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def scene_of(problem: Problem) -> Scene:
 
 
 def steps_of(problem: Problem, rows: int, columns: int, by_keys: bool) -> NDArray[np.int64]:
-    """About how many tiles of `columns` rows are streamed past each tile of `rows`, from the first to the last; by keys,
-    queries are."""
+    """About how many tiles of `columns` rows are streamed past each tile of `rows`, from the first to the last; by
+    keys, queries are."""
     scene, parts = scene_of(problem), parts_of(problem.mask)
     size = scene.keys if by_keys else scene.queries
     starts = np.arange(0, size, rows)
