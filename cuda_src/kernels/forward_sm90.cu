@@ -44,14 +44,6 @@ constexpr int kFirstHalf = kTeacherPieces / 2;
 constexpr int kQueryBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
 constexpr int kBarrierBytes = 8 * (2 * kRing + 1);
 
-// How many tiles of 8 keys are looked at, of those that a tile of kColumns has.
-struct Whole {
-    static constexpr int kTiles = ::kTiles;
-};
-struct Few {
-    static constexpr int kTiles = 2;
-};
-
 static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup computes 64 x 64 scores");
 static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
@@ -139,9 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     HeldRows<SKL_HELD_STEPS> held;
     held.load<kRows>(queries_t, 16 * (threadIdx.x / 32));
 
-    // The first so many of the tile's keys; none of a warp that has no rows, whose products are those of its warpgroup.
-    const auto absorb = [&](auto count) {
-        constexpr int TILES = decltype(count)::kTiles;
+    for (; walk.more(); walk.next()) {
         const int key = walk.row();
         if (group_row >= segment.queries || key >= mine.end || key + kColumns <= mine.begin ||
             (Mask::kListed && !walk.any_visible(group_row, group_end))) {
@@ -150,9 +140,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
                 release(at.slot);
                 at.advance();
             }
-            return;
+            continue;
         }
-        Strip<TILES> t, s, rest;  // rest: the second half of a long head dim
+        Strip<kTiles> t, s, rest;  // rest: the second half of a long head dim
         int previous = 0;
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
@@ -179,21 +169,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         fence_accumulators(s[0]);
         if (kLong) {
             fence_accumulators(rest[0]);
-            add<TILES>(t, rest);
+            add<kTiles>(t, rest);
         }
         release(previous);
-        if (Mask::kHoles || row - Accumulators::first_row(lane) < segment.queries)
-            absorb_tile<TILES>(state, t, s, walk.mask, row, walk.full(group_row, group_end), key,
-                               {args.teacher_scale, args.student_scale});
-    };
-    // The last keys of all come first, and may be few. Masks with holes leave no registers for that.
-    if constexpr (!Mask::kHoles && !Mask::kListed) {
-        if (walk.more() && segment.keys - walk.row() <= 8 * Few::kTiles) {
-            absorb(Few{});
-            walk.next();
-        }
+        absorb_tile<kTiles>(state, t, s, walk.mask, row, walk.full(group_row, group_end), key,
+                            {args.teacher_scale, args.student_scale});
     }
-    for (; walk.more(); walk.next()) absorb(Whole{});
     if constexpr (kPacked) {
         block.head += packed_head(64 * group + strip);
         if (block.head >= end_head) return;

@@ -55,10 +55,6 @@ struct AllOf : Parts... {
     __device__ bool full(int q0, int q1, int k0, int k1) const {
         return q1 <= segment.queries && k1 <= segment.keys && (true && ... && Parts::full(q0, q1, k0, k1));
     }
-    // The same of the pairs that are inside the segment.
-    __device__ bool full_inside(int q0, int q1, int k0, int k1) const {
-        return (true && ... && Parts::full(q0, min(q1, segment.queries), k0, min(k1, segment.keys)));
-    }
     __device__ bool inside(int q, int k) const { return (q < segment.queries) & (k < segment.keys); }
     __device__ bool visible(int q, int k) const {
         return (inside(q, k) & ... & Parts::visible(q, k));  // no branches: parts may be asked about pairs outside

@@ -8,7 +8,6 @@
 //   Range queries_of(int k0, int k1)           smallest interval of rows that may see any key of [k0, k1)
 //   bool any_visible(q0, q1, k0, k1)           false: the intervals name this tile, and still nothing of it is visible
 //   bool full(q0, q1, k0, k1)                  every pair of the two intervals is visible (and inside the segment)
-//   bool full_inside(q0, q1, k0, k1)           every pair of them that is inside the segment is visible
 //   bool visible(q, k)                         this pair is visible (and inside the segment)
 //   bool key_seen(q0, q1, k)                   some row of [q0, q1) sees key k
 //   bool query_seen(k0, k1, q)                 row q sees some key of [k0, k1)

@@ -56,15 +56,15 @@ struct HeldRows {
 
 // Issues scores = stationary rows * streamed rows^T over CHUNKS chunks of the head dim, `first_chunk` on; the scores
 // start afresh with chunk `start`. Descriptors of the warpgroup's rows in the first chunk of a tile of ROWS rows, and
-// of the chunk `first_chunk` of kColumns streamed rows, of which scores of fewer columns are with the first. Of
-// stationary rows, the `held` steps come from there.
+// of the chunk `first_chunk` of as many streamed rows as the scores have columns. Of stationary rows, the `held` steps
+// come from there.
 template <class Side, int ROWS, int CHUNKS, int TILES, int HELD = 0>
 __device__ inline void multiply_rows(float (&scores)[TILES][4], u64 stationary, u64 streamed, int first_chunk,
                                      int start = 0, const HeldRows<HELD>& held = {}) {
 #pragma unroll
     for (int k = 0; k < 4 * CHUNKS; ++k) {
         const int step = 4 * first_chunk + k;
-        const u64 columns = streamed + ((k / 4 * kColumns * 128 + k % 4 * 32) >> 4);
+        const u64 columns = streamed + ((k / 4 * TILES * 1024 + k % 4 * 32) >> 4);
         if (step < HELD)
             wgmma<Side::kHalf, 0>(scores, held.step[step < HELD ? step : 0], columns, step > 4 * start);
         else if (step < Side::kSteps)

@@ -23,15 +23,6 @@ struct ScoreCursor<true> {
 // dS^T with g of one consumer thread as operand A, a fragment per 16 queries.
 using Gradients = FragmentA<GradSide::kCode>[kTiles / 2];
 
-// Whether steps on full tiles have zeros put into dS beyond the last key, whose logits may have any value: where work
-// tiles have that key more often than not.
-constexpr bool kCutsKeys = kDirect && !Mask::kRagged;
-constexpr bool kPartial = !kCutsKeys || Mask::kParts > 0;  // whether there are steps on tiles that are not full
-// Of a fragment, whose rows are keys; so many are there from the lane's first on.
-__device__ inline void cut_keys(u32 (&fragment)[4], int keys) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) fragment[i] = Accumulators::below(i & 1) < keys ? fragment[i] : 0;
-}
 // Whether a tile is asked which of its pairs are visible, by the columns and rows of the lane's accumulators.
 template <class Visible>
 constexpr bool kMasks = true;
@@ -43,8 +34,7 @@ constexpr bool kMasks<Everything> = false;
 // there are no registers to keep it.
 template <class Visible>
 __device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& score_side, Scores& grad_side, u32 stats,
-                                       float scale, Visible visible, Scales scales, int keys) {
-    constexpr bool cuts = kCutsKeys && !kMasks<Visible>;
+                                       float scale, Visible visible, Scales scales) {
     const int pair = Accumulators::pair(lane_id());
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
@@ -69,7 +59,6 @@ __device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& sco
         if constexpr (kNarrow) {
             FragmentA<GradSide::kCode> plain;
             accumulators_to_a<GradSide::kCode>(plain, grad_side[2 * k], grad_side[2 * k + 1]);
-            if constexpr (cuts) cut_keys(plain.r[0], keys);
             store_fragment(to, k, plain.r[0]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -84,7 +73,6 @@ __device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& sco
             }
         }
         accumulators_to_a<GradSide::kCode>(out[k], grad_side[2 * k], grad_side[2 * k + 1]);
-        if constexpr (cuts) cut_keys(out[k].r[0], keys);
     }
 }
 
@@ -102,13 +90,7 @@ struct Steps {
         return (kReadAgain ? item.block.tile * kRows : walk.rows.begin) + 64 * group + sub * kSubRows;
     }
     __device__ bool idle() const { return first() >= item.segment.keys || !walk.may_see(first(), first() + 64); }
-    // Beyond the last query of all, operands and weights are zeros, so what comes out there is zero; beyond the last key
-    // only the operand is, and where a work tile has that, every step has its zeros put there.
-    __device__ bool full() const {
-        if constexpr (Mask::kRagged) return walk.full(first(), first() + 64);
-        return (kCutsKeys ? first() : first() + 63) < item.segment.keys &&
-               walk.mask.full_inside(walk.row(), walk.row() + kColumns, first(), first() + 64);
-    }
+    __device__ bool full() const { return walk.full(first(), first() + 64); }
     __device__ void advance() {
         if (++sub < kSubs) return;
         sub = 0;
@@ -137,7 +119,6 @@ struct Consumer {
     RingCursor<kGradRing> at_grad;
     RingCursor<kDsStages> at_ds;
     float scale = 1.f;
-    int keys = 0;  // of the work tile, from the lane's first on
     // Variables of the kernel: the compiler takes arrays that lie in a struct for memory for most of its way.
     Sums& out;
     Scores &score_side, &grad_side;
@@ -183,7 +164,6 @@ struct Consumer {
 private:
     __device__ void start(const WorkItem& item) {
         if constexpr (kNarrow) scale = item.scale;
-        if constexpr (kCutsKeys) keys = item.segment.keys - warp_row - Accumulators::first_row(lane);
 #pragma unroll
         for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] = 0.f;
         mbarrier_wait(shared.barrier(kGradKeys), item.grad_parity);
@@ -217,7 +197,7 @@ private:
             fence_accumulators(score_side);
             fence_accumulators(grad_side);
             if constexpr (!kPieces) score_done(at.sub);
-            if (kPartial && !at.full()) {
+            if (!at.full()) {
                 if (at.sub == 0)
                     partial_step<0>(at);
                 else
@@ -387,8 +367,7 @@ private:
         if (SUB == kSubs - 1) at_grad.advance();
         const u32 to = ds_address();
         Gradients dx;
-        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, scales,
-                        keys - SUB * kSubRows);
+        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, scales);
         if constexpr (MORE && kEarlyWaits) {
             await_score();
             await_grad();
@@ -426,7 +405,7 @@ private:
         at_grad.advance();
         const u32 to = ds_address();
         Gradients dx;
-        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, scales, keys);
+        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, scales);
         accumulate<0>(dx, to, slot);
         if constexpr (MORE) {
             multiply_pieces([this, slot] { grad_done(slot, 0); });
@@ -453,7 +432,7 @@ private:
         const auto visible = [&walk = at.walk, first_key](int column, int row) {
             return walk.mask.visible(walk.row() + column, first_key + row);
         };
-        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, visible, scales, 0);
+        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, visible, scales);
         clear_non_finite<E, kColumns, GradSide::kChunks>(shared.grad_tile(slot), kWarpgroup + group);
         await_turn();
         accumulate<SUB>(dx, to, slot);
