@@ -17,8 +17,8 @@ from ..problem import INPUT_NAMES, Operand, Problem, Side, counted
 from ..rules.divergences import DIVERGENCES
 from ..rules.masks import parts_of, registers
 from ..rules.scores import SCORES
-from . import shares
 from .gpus import DeviceFacts
+from .shares import LEAST_STEPS, MOST_PER_MULTIPROCESSOR, number, steps_of
 from .structs import Regions, Struct, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
 
@@ -404,7 +404,7 @@ class Kernel(ABC, Generic[Row]):
             **self.constants(work, tile),
         }
         if self.shares_tiles:
-            constants["SKL_LEAST_STEPS"] = shares.LEAST_STEPS
+            constants["SKL_LEAST_STEPS"] = LEAST_STEPS
         if task.side:
             constants["SKL_GRAD_SIDE"] = SIDES.index(task.side)
         return KernelPlan(
@@ -435,11 +435,11 @@ class Kernel(ABC, Generic[Row]):
         problem, tile, whole = work.problem, plan.tile, plan.schedule
         assert tile
         tiles = work.pairs * whole.tiles
-        few = 0 < tiles <= shares.MOST_PER_MULTIPROCESSOR * facts.multiprocessors
+        few = 0 < tiles <= MOST_PER_MULTIPROCESSOR * facts.multiprocessors
         if not (self.shares_tiles and few and problem.mask.blocks is None):
             return plan
-        steps = work.group * shares.steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
-        splits = shares.number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors)
+        steps = work.group * steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
+        splits = number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors)
         if splits == 1:
             return plan
         slots = whole.tiles * splits
