@@ -62,11 +62,11 @@ inline int last_where(int last, Ok ok) {
 """
 
 WALK = """
-#include "tile/schedule.cuh"
+#include "tile/shares.cuh"
 #include "@mask"
 
 // What is known of a pair must be the same whoever asks. Returns the number of the first broken rule; 0 for none.
-template <int STEP>
+template <int STEP, bool SHARED>
 int walk(const Extents& n, int heads, int group, unsigned char* seen, int* written, int* visits) {
     Block block = block_of(blockIdx.x, n, heads, n.batch * heads, kRowsAreQueries && !Mask::kListed);
     const Segment segment = Mask::locate(n, block.head * group, block);
@@ -74,19 +74,32 @@ int walk(const Extents& n, int heads, int group, unsigned char* seen, int* writt
     const int column_count = kRowsAreQueries ? segment.keys : segment.queries;
     const int first = block.tile * kRows, end = min(first + kRows, row_count);
     if (first >= row_count) return Mask::kRagged ? 0 : 1;
+    const auto steps_of = [&](const Mask& mask) {
+        Range tiles = covering(kRowsAreQueries ? mask.keys_of(first, end) : mask.queries_of(first, end), kColumns);
+        if (Mask::kListed) tiles.intersect(block.streamed);
+        return mask.steps_of(first, tiles);
+    };
+    Range own{block.head * group, (block.head + 1) * group};
+    if (SHARED) {
+        const Range all = steps_of(Mask(n, segment, block.batch, own.begin));
+        take_share<Mask>(block, group, all.end - all.begin, n, n.splits > 1);
+        own = heads_of<Mask>(block, own.begin, group, all.end - all.begin);
+        if (block.shares > n.splits || block.share != block.split) return 8;
+    }
     if (block.shares == 0) return 0;
+    if (own.begin < block.head * group || own.end > (block.head + 1) * group || own.empty()) return 9;
     if (block.share == 0 && block.split == 0)
         for (int r = first; r < end; ++r)
             ++written[(block.batch * heads + block.head) * (kRowsAreQueries ? n.queries : n.keys) +
                       (kRowsAreQueries ? segment.first_query : segment.first_key) + r];
-    for (int head = block.head * group; head < (block.head + 1) * group; ++head) {
+    for (int head = own.begin; head < own.end; ++head) {
         const Mask mask(n, segment, block.batch, head);
         const Range met = kRowsAreQueries ? mask.keys_of(first, end) : mask.queries_of(first, end);
         if (!met.empty() && (met.begin < 0 || met.end > column_count)) return 2;
         int last = STEP > 0 ? -1 : 1 << 30;
-        Range tiles = covering(met, kColumns);
-        tiles.intersect(block.streamed);
-        const Range steps = split_of(mask.steps_of(first, tiles), block, n);
+        const Range steps = SHARED ? share_of<Mask>(steps_of(mask), block, head - block.head * group)
+                                   : split_of(steps_of(mask), block, n);
+        if (SHARED && block.shares > 1 && steps.empty()) return 10;
         for (Cursor<Mask, STEP> at(mask, {first, end}, steps); at.more(); at.next()) {
             if (STEP * (at.tile() - last) <= 0) return 3;
             last = at.tile();
@@ -114,12 +127,13 @@ int walk(const Extents& n, int heads, int group, unsigned char* seen, int* writt
     return 0;
 }
 
-extern "C" int walk_all(const Extents* n, int blocks, int heads, int group, int step, unsigned char* seen, int* written,
-                        int* visits) {
+extern "C" int walk_all(const Extents* n, int blocks, int heads, int group, int step, int shared, unsigned char* seen,
+                        int* written, int* visits) {
     int broken = 0;
     for (blockIdx.x = 0; blockIdx.x < static_cast<unsigned>(blocks) && !broken; ++blockIdx.x)
-        broken = step > 0 ? walk<1>(*n, heads, group, seen, written, visits)
-                          : walk<-1>(*n, heads, group, seen, written, visits);
+        broken = shared     ? walk<1, true>(*n, heads, group, seen, written, visits)
+                 : step > 0 ? walk<1, false>(*n, heads, group, seen, written, visits)
+                            : walk<-1, false>(*n, heads, group, seen, written, visits);
     return broken;
 }
 """
@@ -145,6 +159,7 @@ def walkers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Walker]:
             constants = {
                 "SKL_ROWS": rows, "SKL_COLUMNS": columns, "SKL_WARPS": rows // 16, "SKL_WARP_TILES": 1, "SKL_STAGES": 1,
                 "SKL_ROWS_ARE_QUERIES": int(queries), "SKL_MASK_PARTS": ", ".join(part.struct for part in entries),
+                "SKL_LEAST_STEPS": 2,
             }  # fmt: skip
             slots = {"mask": (*(part.header for part in entries), "masks/all.cuh")}
             text = SHIM + flatten("kernels/walk.cu", constants, slots, root, FORWARD.text)
@@ -265,7 +280,10 @@ def one_block(walker: Any, parts: tuple[str, ...], rows: int, columns: int, quer
     total = M if queries else N
     extents["tiles"] = row_tiles(total, rows, sequences)
     out_heads, group = (heads, 1) if queries else (heads // group, group)
-    for step, splits, longest in ((1, 1, 0), (-1, 1, 0), (-1, 3, 0), (1, 1, 3))[:: 1 if queries else 3]:
+    # Forwards split streamed rows evenly, whole lists too; gradients share those of all heads, or lists of 3 tiles.
+    ways = [(1, 1, 0, False), (1, 1, 3, False)] + [(-1, 1, 0, False), (-1, 3, 0, False)] * queries
+    ways += [(1, splits, 0, True) for splits in (1, 2, 5, 40)] * (pattern is None)
+    for step, splits, longest, shared in ways:
         extents["splits"] = splits
         if pattern is not None:
             entries = cut(survey(pattern, rows, columns, not queries, group), longest, group).entries
@@ -278,9 +296,9 @@ def one_block(walker: Any, parts: tuple[str, ...], rows: int, columns: int, quer
         blocks = batch * out_heads * extents["tiles"] * splits
         out = [ctypes.c_void_p(x.ctypes.data) for x in (seen, written)]
         broken = walk(
-            EXTENTS.pack({**extents, "mask": words}), blocks, out_heads, group, step, *out, ctypes.byref(visits)
+            EXTENTS.pack({**extents, "mask": words}), blocks, out_heads, group, step, shared, *out, ctypes.byref(visits)
         )
-        about = f"M={M} N={N} {spec} {given} {rows}x{columns} {step} {longest}"
+        about = f"M={M} N={N} {spec} {given} {rows}x{columns} {step} {longest} {splits} {shared}"
         assert broken == 0, about
         assert (written == 1).all(), about
         np.testing.assert_array_equal(seen, dense, err_msg=about)

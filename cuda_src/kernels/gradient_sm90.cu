@@ -29,17 +29,19 @@
 #include "common/config.cuh"
 #include "common/math.cuh"
 #include "pipeline/barriers.cuh"
+#include "pipeline/partials.cuh"
 #include "pipeline/ring.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/thread.cuh"
 #include "tile/clear.cuh"
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
+#include "tile/shares.cuh"
 #include "tile/swizzled.cuh"
 #include "@mask"
 #include "@divergence"
 #include "@score"
-#include "pipeline/partials.cuh"
 #include "tile/row_stats.cuh"
 
 using Teacher = SwizzledTile<SKL_T_ELEMENT, SKL_T_DIM>;
@@ -110,8 +112,8 @@ struct Task {
         row_count = kRowsAreQueries ? segment.queries : segment.keys;
         rows = {block.tile * kRows, min(block.tile * kRows + kRows, row_count)};
         const Range all = steps(mask(n, first_head));
-        take_share(block, heads_per_block, all.end - all.begin, args);
-        heads = heads_of(block, first_head, heads_per_block, all.end - all.begin);
+        take_share<Mask>(block, heads_per_block, all.end - all.begin, n, args.partial_sums != 0);
+        heads = heads_of<Mask>(block, first_head, heads_per_block, all.end - all.begin);
     }
     __device__ bool empty() const { return block.shares == 0 || (Mask::kRagged && rows.begin >= row_count); }
     __device__ Mask mask(const Extents& n, int head) const { return Mask(n, segment, block.batch, head); }
@@ -126,7 +128,7 @@ struct Task {
         return mask.steps_of(rows.begin, tiles);
     }
     __device__ Cursor<Mask> walk(const Mask& mask, int head) const {
-        return {mask, rows, share_of(steps(mask), block, head - first_head)};
+        return {mask, rows, share_of<Mask>(steps(mask), block, head - first_head)};
     }
     // Whether the resident rows are other ones than those of the head before: the other side may share keys
     // differently.
@@ -313,7 +315,6 @@ struct Consumer {
     const Layout& shared;
     const int group, lane;
     const Scales scales;
-    const Mask mask;   // of the first head
     const Range own;   // rows
     const Range mine;  // tiles that these may see
     const int row;
@@ -334,9 +335,8 @@ struct Consumer {
           group(group),
           lane(lane_id()),
           scales{args.teacher_scale, args.student_scale},
-          mask(task.mask(args.n, task.heads.begin)),
           own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)},
-          mine(own.begin < own.end ? covering(Task::streamed_of(mask, own), kColumns) : Range{0, 0}),
+          mine(own.begin < own.end ? covering(Task::streamed_of(first_mask(), own), kColumns) : Range{0, 0}),
           row(own.begin + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane)),
           rows_t(swizzled_descriptor(shared.rows + group * 64 * 128)),
           rows_s(rows_t + (Teacher::bytes(kRows) >> 4)),
@@ -350,7 +350,7 @@ struct Consumer {
 #pragma unroll
             for (int half = 0; half < Accumulators::kRows; ++half) {
                 stats[half] =
-                    read_row_stats(args, mask, task.block.batch, task.block.head, row + Accumulators::below(half));
+                    read_row_stats(args, first_mask(), task.block.batch, task.block.head, row + Accumulators::below(half));
                 if constexpr (kNarrow)
                     stats[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(stats[half].value)));
             }
@@ -382,7 +382,10 @@ struct Consumer {
 
     // Scales the sums and writes them, by who has all of them.
     __device__ void write() {
-        if (own.begin + 16 * ((threadIdx.x / 32) & 3) >= task.row_count) return;
+        // Asked for again: registers are dear above.
+        const int warp_row = task.rows.begin + 16 * (thread_again() / 32);
+        if (warp_row >= task.row_count) return;
+        const int row = warp_row + Accumulators::first_row(lane);
         constexpr int bytes = OutElement::kBytes;
         const Block& block = task.block;
         const int first_out = kRowsAreQueries ? task.segment.first_query : task.segment.first_key;
@@ -395,7 +398,7 @@ struct Consumer {
             float factor = gradient_factor<kSide>(args.out_scale);
             if constexpr (kRowsAreQueries) {
                 const RowStats x =
-                    read_row_stats(args, mask, block.batch, block.head, r);  // again: registers are dear above
+                    read_row_stats(args, first_mask(), block.batch, block.head, r);
                 factor *= x.weight;
                 if constexpr (kNarrow) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
             } else if constexpr (kNarrow) {
@@ -425,6 +428,7 @@ struct Consumer {
     }
 
 private:
+    __device__ Mask first_mask() const { return task.mask(args.n, task.heads.begin); }
     __device__ void arrived() const { mbarrier_wait(shared.full(at.slot), at.parity); }
     __device__ void release() {  // the next slot in order
         __syncwarp();

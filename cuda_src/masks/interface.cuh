@@ -37,8 +37,7 @@ struct Segment {
 
 // A tile of stationary rows, and which of the steps past it a block takes: all, or one of several shares. Their sums lie
 // in as many slots of a workspace, of which the first is `partial_slot`. Lists come shared, with the tiles of a share in
-// `streamed`; the others are shared by pipeline/partials.cuh, and there it counts the steps of all heads of a block, one
-// head after the other.
+// `streamed`; tile/shares.cuh shares the others, and there it counts the steps of all heads, one head after the other.
 struct WorkTile {
     int tile;
     int share, shares;  // 0 shares: nothing to do

@@ -1,5 +1,4 @@
-// Where there are few tiles of stationary rows, or a tile has a long list, blocks share the steps of a tile (WorkTile).
-// Each share leaves its sums in memory, and whichever comes last adds those of all. Sums are added in their order, and up
+// Blocks that share a work tile (tile/shares.cuh). Each share leaves its sums in memory, and whichever comes last adds those of all. Sums are added in their order, and up
 // a tree of kFan to a node, so that the result does not depend on who came last and nobody has many to add. Warps own
 // their rows, so each does this on its own:
 //
@@ -12,39 +11,10 @@
 #pragma once
 #include "common/args.cuh"
 #include "common/config.cuh"
+#include "masks/interface.cuh"
 #include "tile/fragment.cuh"
-#include "tile/schedule.cuh"
 
 constexpr int kFan = 8;
-constexpr int kLeastSteps = SKL_LEAST_STEPS;  // of a share, but of the last one
-
-// Which share of a work tile the block has; `steps` are those of each of its `heads`. Where there is no memory for sums
-// the first share takes all.
-__device__ inline void take_share(Block& block, int heads, int steps, const GradientArgs& args) {
-    if constexpr (Mask::kListed) {
-        if (args.partial_sums != 0 || block.shares <= 1) return;
-        block.shares = block.share == 0;
-        block.streamed = {0, kNoLimit};
-    } else {
-        const int all = heads * steps, splits = args.partial_sums == 0 ? 1 : args.n.splits;
-        const int size = max(ceil_div(all, splits), kLeastSteps);
-        block.share = block.split;
-        block.shares = max(ceil_div(all, size), 1);
-        if (block.share >= block.shares) block.shares = 0;
-        block.streamed = {block.share * size, min(block.share * size + size, all)};
-    }
-}
-// The query heads of a share, of those from `first` on that a work tile has.
-__device__ inline Range heads_of(const Block& block, int first, int heads, int steps) {
-    if (Mask::kListed || steps == 0) return {first, first + (Mask::kListed ? heads : 1)};
-    return {first + block.streamed.begin / steps, first + (block.streamed.end - 1) / steps + 1};
-}
-// Of the steps of one of these, number `head` of the work tile, those of the share.
-__device__ inline Range share_of(Range steps, const Block& block, int head) {
-    if constexpr (Mask::kListed) return steps;
-    const int before = head * (steps.end - steps.begin);
-    return {steps.begin + max(block.streamed.begin - before, 0), min(steps.end, steps.begin + block.streamed.end - before)};
-}
 
 // Adds up what the shares of a tile have; `pair` counts the block's batch entry and head. True for the warp that has the
 // total then, and nobody else.

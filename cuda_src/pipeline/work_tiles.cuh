@@ -22,6 +22,7 @@ struct WorkItem {
     int first, last;                // of the share
     int comes, goes;                // the score side's stationary rows: new ones with this item, others after it
     u32 grad_parity, score_parity;  // of the barriers that say that both sides' rows have come
+    u32 number;                     // of the work items of the block
 };
 
 constexpr int kWorkItems = SKL_WORK_ITEMS;  // one under way, and the next
@@ -51,18 +52,20 @@ struct WorkItemRing {
         warp_wait(barriers + 8 * (kWorkItems + slot()), parity() ^ 1);
         if (lane_id() == 0) {
             written = next;
+            written.number = count;
             mbarrier_arrive(barriers + 8 * slot());
         }
         __syncwarp();
         ++count;
         return written;
     }
-    // The others: the item stays until the warp says that it is over.
+    // The others: the item stays until the warp says that it is over. Meanwhile it knows itself where it stands.
     __device__ const WorkItem& read() const {
         mbarrier_wait(barriers + 8 * slot(), parity());
         return item();
     }
-    __device__ void over() {
+    __device__ void over(const WorkItem& item) {
+        count = item.number;
         __syncwarp();
         warp_arrive(barriers + 8 * (kWorkItems + slot()));
         ++count;

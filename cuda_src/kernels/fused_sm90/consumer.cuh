@@ -157,7 +157,7 @@ struct Consumer {
                 warp_arrive(shared.barrier(kGradKeysFree));
                 write_keys(item);
             }
-            items.over();
+            items.over(item);
         }
     }
 

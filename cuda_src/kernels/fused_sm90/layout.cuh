@@ -6,15 +6,16 @@
 #include "common/math.cuh"
 #include "common/sizes.cuh"
 #include "pipeline/barriers.cuh"
+#include "pipeline/partials.cuh"
 #include "pipeline/ring.cuh"
 #include "pipeline/work_tiles.cuh"
 #include "tile/fragment.cuh"
 #include "tile/schedule.cuh"
+#include "tile/shares.cuh"
 #include "tile/swizzled.cuh"
 #include "@mask"
 #include "@divergence"
 #include "@score"
-#include "pipeline/partials.cuh"
 #include "tile/row_stats.cuh"
 
 using Teacher = SwizzledTile<SKL_T_ELEMENT, SKL_T_DIM>;

@@ -33,16 +33,17 @@ struct Producer {
             next.segment = Mask::locate(n(), next.head, next.block);
             if (Mask::kRagged && next.block.tile * kRows >= next.segment.keys) continue;
             next.steps = steps_of(next, n());
-            take_share(next.block, grad_group, next.steps.end - next.steps.begin, all.fused.base);
+            take_share<Mask>(next.block, grad_group, next.steps.end - next.steps.begin, n(),
+                             all.fused.base.partial_sums != 0);
             if (next.block.shares == 0) continue;
-            const Range heads = heads_of(next.block, next.head, grad_group, next.steps.end - next.steps.begin);
+            const Range heads = heads_of<Mask>(next.block, next.head, grad_group, next.steps.end - next.steps.begin);
             next.scale = kNarrow ? scale_of(next, heads) : 1.f;
             for (next.head = heads.begin;; ++next.head) {
                 next.first = next.head == heads.begin;
                 next.last = next.head == heads.end - 1;
                 next.comes = next.first || next.head % score_group == 0;
                 next.goes = next.last || (next.head + 1) % score_group == 0;
-                next.steps = share_of(steps_of(next, n()), next.block, next.head % grad_group);
+                next.steps = share_of<Mask>(steps_of(next, n()), next.block, next.head % grad_group);
                 next.grad_parity = at_grad_keys.parity;
                 next.score_parity = at_score_keys.parity;
                 // What is in shared memory needs no registers.

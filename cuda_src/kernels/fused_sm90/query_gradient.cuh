@@ -37,7 +37,7 @@ struct QueryGradient {
                 clear_non_finite<E, kRows, GradSide::kChunks>(shared.base + kGradKeysAt, kWarpgroup + group);
             }
             work(item);
-            items.over();
+            items.over(item);
         }
         if (!kDirect && lane == 0) bulk_wait();
     }
