@@ -71,28 +71,7 @@ static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
 static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of the next one, or the one after that");
 static_assert(!(kAhead && kLong), "plan: no registers for a second tile of long sums");
 
-// Shared memory, as addresses.
-struct Layout {
-    u32 rows, ring, stats_ring, barriers;
-    __device__ explicit Layout(u32 base)
-        : rows(base),
-          ring(base + kRowBytes),
-          stats_ring(ring + kRing * kTileBytes),
-          barriers(stats_ring + kRing * kStatsBytes) {}
-    __device__ u32 tile(int slot) const { return ring + slot * kTileBytes; }
-    __device__ u32 stats(int slot) const { return stats_ring + slot * kStatsBytes; }
-    __device__ u32 exponent(int slot) const { return stats(slot) + Stats::kFloats * 4; }
-    __device__ u32 full(int slot) const { return barriers + 8 * slot; }
-    __device__ u32 empty(int slot) const { return barriers + 8 * (kRing + slot); }
-    __device__ u32 rows_here() const { return barriers + 8 * (2 * kRing); }
-    __device__ u32 rows_free() const { return barriers + 8 * (2 * kRing + 1); }
-    __device__ u32 task() const { return barriers + 8 * kBarriers; }
-};
-
-// Offset, in a tile or in the resident rows, of the differentiated side.
-__device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : Teacher::bytes(rows); }
-
-// What a block works on; in shared memory, because registers are dear.
+// What a block works on. Where blocks share tiles it is more, and lies in shared memory, because registers are dear.
 struct Task {
     Block block;
     Segment segment;
@@ -101,7 +80,6 @@ struct Task {
     int first_head, heads_per_block;  // query heads that are summed into one head of the gradient
     Range heads;                      // of these the block's own
 
-    // A whole warp.
     __device__ explicit Task(const GradientArgs& args) {
         const Extents& n = args.n;
         heads_per_block = kRowsAreQueries ? 1 : kSide == kTeacher ? n.teacher_group : n.student_group;
@@ -137,6 +115,27 @@ struct Task {
         return head == heads.begin || head / other_group != (head - 1) / other_group;
     }
 };
+
+// Shared memory, as addresses.
+struct Layout {
+    u32 rows, ring, stats_ring, barriers;
+    __device__ explicit Layout(u32 base)
+        : rows(base),
+          ring(base + kRowBytes),
+          stats_ring(ring + kRing * kTileBytes),
+          barriers(stats_ring + kRing * kStatsBytes) {}
+    __device__ u32 tile(int slot) const { return ring + slot * kTileBytes; }
+    __device__ u32 stats(int slot) const { return stats_ring + slot * kStatsBytes; }
+    __device__ u32 exponent(int slot) const { return stats(slot) + Stats::kFloats * 4; }
+    __device__ u32 full(int slot) const { return barriers + 8 * slot; }
+    __device__ u32 empty(int slot) const { return barriers + 8 * (kRing + slot); }
+    __device__ u32 rows_here() const { return barriers + 8 * (2 * kRing); }
+    __device__ u32 rows_free() const { return barriers + 8 * (2 * kRing + 1); }
+    __device__ Task& task() const { return *reinterpret_cast<Task*>(__cvta_shared_to_generic(barriers + 8 * kBarriers)); }
+};
+
+// Offset, in a tile or in the resident rows, of the differentiated side.
+__device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : Teacher::bytes(rows); }
 
 static_assert(sizeof(Task) == SKL_TASK_BYTES, "plan: what a block works on, in shared memory");
 static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers + sizeof(Task) == SKL_SMEM_BYTES,
@@ -410,8 +409,10 @@ struct Consumer {
                 out[d][Accumulators::element(half, 1)] *= factor;
             }
         }
-        if (block.shares > 1 && !add_partials(out, block, block.batch * (args.n.heads / task.heads_per_block) + block.head, args))
-            return;
+        if constexpr (kSumsInParts<Mask>) {
+            const int out_heads = args.n.heads / task.heads_per_block;
+            if (block.shares > 1 && !add_partials(out, block, block.batch * out_heads + block.head, args)) return;
+        }
 #pragma unroll
         for (int half = 0; half < Accumulators::kRows; ++half) {
             const int r = row + Accumulators::below(half);
@@ -621,26 +622,24 @@ private:
 extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     streamkl_gradient(const __grid_constant__ HopperGradientArgs all) {
     extern __shared__ unsigned char memory[];
+    const Task found(all.base);
+    if (found.empty()) return;
     const Layout shared((static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u);
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform
     // registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    Task& task = *reinterpret_cast<Task*>(__cvta_shared_to_generic(shared.task()));
-    if (threadIdx.x < 32) {
-        const Task found(all.base);
-        if (threadIdx.x == 0) {
-            task = found;
-            for (int i = 0; i < kRing; ++i) {
-                mbarrier_init(shared.full(i), kRowsAreQueries ? 1 : 1 + kArrivals);
-                mbarrier_init(shared.empty(i), kWarps * kArrivals);
-            }
-            mbarrier_init(shared.rows_here(), 1);
-            mbarrier_init(shared.rows_free(), kWarps * kArrivals);
-            mbarrier_publish();
+    if (threadIdx.x == 0) {
+        if constexpr (kShared) shared.task() = found;
+        for (int i = 0; i < kRing; ++i) {
+            mbarrier_init(shared.full(i), kRowsAreQueries ? 1 : 1 + kArrivals);
+            mbarrier_init(shared.empty(i), kWarps * kArrivals);
         }
+        mbarrier_init(shared.rows_here(), 1);
+        mbarrier_init(shared.rows_free(), kWarps * kArrivals);
+        mbarrier_publish();
     }
     __syncthreads();
-    if (task.empty()) return;
+    const Task& task = kShared ? shared.task() : found;
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();

@@ -18,7 +18,7 @@ from ..rules.divergences import DIVERGENCES
 from ..rules.masks import parts_of, registers
 from ..rules.scores import SCORES
 from .gpus import DeviceFacts
-from .shares import LEAST_STEPS, MOST_PER_MULTIPROCESSOR, number, steps_of
+from .shares import LEAST_STEPS, number, shapes_of, steps_of
 from .structs import Regions, Struct, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
 
@@ -404,6 +404,7 @@ class Kernel(ABC, Generic[Row]):
             **self.constants(work, tile),
         }
         if self.shares_tiles:
+            constants["SKL_SHARED"] = int(self.shareable(work, tile, schedule, facts))
             constants["SKL_LEAST_STEPS"] = LEAST_STEPS
         if task.side:
             constants["SKL_GRAD_SIDE"] = SIDES.index(task.side)
@@ -430,13 +431,22 @@ class Kernel(ABC, Generic[Row]):
             reason=reason,
         )
 
+    def shareable(self, work: Work, tile: Row, schedule: Schedule, facts: DeviceFacts) -> bool:
+        """Whether the kernel is compiled with what several blocks for one row tile take: where that may help whatever
+        numbers the mask has, of those between all rows seeing all and a triangle."""
+        if work.problem.mask.blocks is not None or work.pairs * schedule.tiles == 0:
+            return False
+        copies = work.pairs * max(work.problem.sequences, 1)
+        return any(
+            number(work.group * steps, copies, facts.multiprocessors) > 1
+            for steps in shapes_of(work.problem, tile.rows, tile.columns, work.rows_are_keys)
+        )
+
     def shared(self, plan: KernelPlan, work: Work, facts: DeviceFacts) -> KernelPlan:
         """The launch with its row tiles shared by several blocks each, where they are few; `work` has its numbers."""
         problem, tile, whole = work.problem, plan.tile, plan.schedule
         assert tile
-        tiles = work.pairs * whole.tiles
-        few = 0 < tiles <= MOST_PER_MULTIPROCESSOR * facts.multiprocessors
-        if not (self.shares_tiles and few and problem.mask.blocks is None):
+        if not dict(plan.constants).get("SKL_SHARED"):
             return plan
         steps = work.group * steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
         splits = number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors)
@@ -451,7 +461,7 @@ class Kernel(ABC, Generic[Row]):
             arrivals_bytes=sizes["arrivals"],
             partial_bytes=sum(sizes.values()),
         )
-        return replace(plan, schedule=schedule, blocks=self.blocks(tiles * splits, tile, facts))
+        return replace(plan, schedule=schedule, blocks=self.blocks(work.pairs * slots, tile, facts))
 
     def blocks(self, work_tiles: int, tile: Row | TileRow, facts: DeviceFacts) -> int:
         """Of a launch with so many work tiles."""

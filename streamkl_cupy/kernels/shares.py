@@ -41,7 +41,7 @@ def steps_of(problem: Problem, rows: int, columns: int, by_keys: bool) -> NDArra
     size = scene.keys if by_keys else scene.queries
     starts = np.arange(0, size, rows)
     if not parts:
-        return np.full(len(starts), -(-(scene.queries if by_keys else scene.keys) // columns), np.int64)
+        return shapes_of(problem, rows, columns, by_keys)[0]
     # Row tiles and streamed ones alike are asked in samples: masks that are known here change evenly.
     height = columns if by_keys else rows
     asked = np.unique(np.linspace(0, max(-(-scene.queries // height) - 1, 0), SAMPLES).astype(np.int64)) * height
@@ -53,6 +53,15 @@ def steps_of(problem: Problem, rows: int, columns: int, by_keys: bool) -> NDArra
         return np.ceil(met.sum(axis=1) * share).astype(np.int64)
     lengths = np.maximum(-(-end // columns) - begin // columns, 0)
     return np.interp(starts, asked, lengths).astype(np.int64)
+
+
+def shapes_of(problem: Problem, rows: int, columns: int, by_keys: bool) -> tuple[NDArray[np.int64], ...]:
+    """What `steps_of` may find, whatever numbers the mask has: all tiles for each, and from none to all of them."""
+    scene = scene_of(problem)
+    size, streamed = (scene.keys, scene.queries) if by_keys else (scene.queries, scene.keys)
+    tiles, steps = -(-size // rows), -(-streamed // columns)
+    ramp = -(-np.arange(1, tiles + 1, dtype=np.int64) * steps // max(tiles, 1))
+    return (np.full(tiles, steps, np.int64), *([ramp] if parts_of(problem.mask) else []))
 
 
 def time_of(steps: NDArray[np.int64], shares: int, copies: int, multiprocessors: int) -> float:

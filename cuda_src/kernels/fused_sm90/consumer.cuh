@@ -475,10 +475,10 @@ private:
         const float factor = gradient_factor<kSide>(args.out_scale) / scale;
 #pragma unroll
         for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] *= factor;
-        if (block.shares > 1) {
+        if constexpr (kSumsInParts<Mask>) {
             const int grad_heads = args.n.heads / (kSide == kTeacher ? args.n.teacher_group : args.n.student_group);
-            if (!add_partials(reinterpret_cast<float (&)[kSubs * kOutTiles][4]>(out), block,
-                              block.batch * grad_heads + block.head, args))
+            if (block.shares > 1 && !add_partials(reinterpret_cast<float (&)[kSubs * kOutTiles][4]>(out), block,
+                                                  block.batch * grad_heads + block.head, args))
                 return;
         }
 #pragma unroll
