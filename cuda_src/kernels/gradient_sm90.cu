@@ -138,7 +138,7 @@ struct Layout {
 __device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : Teacher::bytes(rows); }
 
 static_assert(sizeof(Task) == SKL_TASK_BYTES, "plan: what a block works on, in shared memory");
-static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers + sizeof(Task) == SKL_SMEM_BYTES,
+static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers + kShared * sizeof(Task) == SKL_SMEM_BYTES,
               "plan: smem_bytes");
 
 // ROWS rows of both sides, one after the other.

@@ -177,6 +177,8 @@ class TileRow:
     before: tuple[int, int] = (99, 0)
     max_mask: int = 3
     max_vectors: int = 4
+    shared: bool = False
+    """Compiled so that several blocks can have one row tile."""
 
     @property
     def rows(self) -> int:
@@ -378,6 +380,8 @@ class Kernel(ABC, Generic[Row]):
         problem, task = work.problem, work.task
         tile = self.tile(work, facts)
         schedule = self.schedule(work, tile, facts)
+        if self.shareable(work, tile, schedule, facts):
+            tile = replace(tile, shared=True)
         blocks = work.pairs * schedule.tiles
         if blocks > MAX_GRID:
             raise NotImplementedError(
@@ -404,7 +408,7 @@ class Kernel(ABC, Generic[Row]):
             **self.constants(work, tile),
         }
         if self.shares_tiles:
-            constants["SKL_SHARED"] = int(self.shareable(work, tile, schedule, facts))
+            constants["SKL_SHARED"] = int(tile.shared)
             constants["SKL_LEAST_STEPS"] = LEAST_STEPS
         if task.side:
             constants["SKL_GRAD_SIDE"] = SIDES.index(task.side)
@@ -432,9 +436,9 @@ class Kernel(ABC, Generic[Row]):
         )
 
     def shareable(self, work: Work, tile: Row, schedule: Schedule, facts: DeviceFacts) -> bool:
-        """Whether the kernel is compiled with what several blocks for one row tile take: where that may help whatever
-        numbers the mask has, of those between all rows seeing all and a triangle."""
-        if work.problem.mask.blocks is not None or work.pairs * schedule.tiles == 0:
+        """Whether several blocks for one row tile may help, whatever numbers the mask has, between all rows seeing all
+        and a triangle."""
+        if not self.shares_tiles or work.problem.mask.blocks is not None or work.pairs * schedule.tiles == 0:
             return False
         copies = work.pairs * max(work.problem.sequences, 1)
         return any(
@@ -446,7 +450,7 @@ class Kernel(ABC, Generic[Row]):
         """The launch with its row tiles shared by several blocks each, where they are few; `work` has its numbers."""
         problem, tile, whole = work.problem, plan.tile, plan.schedule
         assert tile
-        if not dict(plan.constants).get("SKL_SHARED"):
+        if not tile.shared:
             return plan
         steps = work.group * steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
         splits = number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors)

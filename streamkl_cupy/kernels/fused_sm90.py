@@ -11,8 +11,8 @@ chunks of its keys as fit, and stages take what is left.
 and 8192 in place of the stagings where a tile has all keys of a head, whose query gradient is written without sums.
 
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
-the keys themselves; masks with holes, intervals beside four row vectors, and an other side beyond 128 leave no room for
-these. Beyond D_own = 128 gradients do not fit, nor do 256 keys beyond D_own = 64.
+the keys themselves; masks with holes, intervals beside four row vectors, an other side beyond 128 and shares of tiles
+leave no room for these. Beyond D_own = 128 gradients do not fit, nor do 256 keys beyond D_own = 64.
 """
 
 from __future__ import annotations
@@ -180,11 +180,11 @@ class _Fused(Hopper[_Row]):
         return tuple(x._replace(rows=COLUMNS) if x.name == other else x for x in super().boxes(work, tile))
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
-        hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2
+        hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2 and not tile.shared
         kept, score_stages = _score_side(work, tile)
         registers = consumer, query_gradient, producer = _registers(work, tile)
-        # Where registers are divided unusually they are all in use, and a mask wants some.
-        read_again = bool(work.problem.mask.parts) and registers != _Row.registers
+        # Where registers are divided unusually, or blocks share tiles, they are all in use, and a mask wants some.
+        read_again = bool(work.problem.mask.parts) and (tile.shared or registers != _Row.registers)
         return {
             **super().constants(work, tile),
             "SKL_PIECES": int(tile.pieces),

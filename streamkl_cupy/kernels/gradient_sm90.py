@@ -4,7 +4,7 @@ Shared memory, bytes (`sm90.py`), with stats = 12 or 16 bytes per streamed query
 are stationary:
 
     1024 + (rows + stages * columns) * (chunks(D_t) + chunks(D_s)) * 128 + stages * (columns * stats + 16) + barriers
-        + what the block works on
+        + what the block works on, where it may be a share of a row tile
 
 Registers: a consumer thread holds `columns` scores, the half of them packed, D / 2 sums of the output and 4 for each
 step of resident rows that it holds. 128 * (groups * consumer + producer) must fit.
@@ -86,7 +86,7 @@ class _Gradient(Hopper[_Row]):
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         stats = 4 * work.row_vectors * tile.columns + 16 if work.rows_are_keys else 0
         tiles = (tile.rows + tile.stages * tile.columns) * row_bytes(work)
-        return ALIGNMENT + tiles + tile.stages * stats + 8 * (2 * tile.stages + 2) + TASK_BYTES
+        return ALIGNMENT + tiles + tile.stages * stats + 8 * (2 * tile.stages + 2) + TASK_BYTES * tile.shared
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
         consumer, producer = _registers(work, tile)[tile.warps // 4]
@@ -94,8 +94,8 @@ class _Gradient(Hopper[_Row]):
             **super().constants(work, tile),
             "SKL_AHEAD": int(tile.ahead),
             "SKL_TASK_BYTES": TASK_BYTES,
-            # Masks with holes need the registers where sums of the output do too.
-            "SKL_HELD_STEPS": held_steps(work, tile.held if work.mask_level < 2 else 0),
+            # Masks with holes need the registers where sums of the output do too, and so do shares of tiles.
+            "SKL_HELD_STEPS": held_steps(work, tile.held if work.mask_level < 2 and not tile.shared else 0),
             "SKL_MIN_BLOCKS": tile.min_blocks,
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,

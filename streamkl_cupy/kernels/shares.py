@@ -50,9 +50,9 @@ def steps_of(problem: Problem, rows: int, columns: int, by_keys: bool) -> NDArra
     if by_keys:
         met = (begin < np.minimum(starts + rows, size)[:, None]) & (end > starts[:, None])
         share = -(-scene.queries // height) / len(asked)
-        return np.ceil(met.sum(axis=1) * share).astype(np.int64)
+        return np.asarray(np.ceil(met.sum(axis=1) * share), np.int64)
     lengths = np.maximum(-(-end // columns) - begin // columns, 0)
-    return np.interp(starts, asked, lengths).astype(np.int64)
+    return np.asarray(np.interp(starts, asked, lengths), np.int64)
 
 
 def shapes_of(problem: Problem, rows: int, columns: int, by_keys: bool) -> tuple[NDArray[np.int64], ...]:
