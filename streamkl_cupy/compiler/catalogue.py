@@ -68,14 +68,16 @@ class Extents(NamedTuple):
     keys: int
 
 
-# Enough rows to fill any GPU, so few that planning prefers smaller tiles, few queries on a long cache, and many heads
-# whose keys fit one tile.
+# Enough rows to fill any GPU, so few that planning prefers smaller tiles, few queries on a long cache, many heads whose
+# keys fit one tile, and one key head and few keys, whose tiles several blocks share.
 EXTENTS = (
     Extents(8, 8, 8192, 8192),
     Extents(1, 1, 512, 512),
     Extents(16, 4, 16, 8192),
     Extents(256, 256, 256, 256),
     Extents(256, 256, 256, 128),
+    Extents(8, 1, 2048, 2048),
+    Extents(2, 2, 16384, 64),
 )
 
 
