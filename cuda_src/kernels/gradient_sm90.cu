@@ -72,6 +72,7 @@ static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of
 static_assert(!(kAhead && kLong), "plan: no registers for a second tile of long sums");
 
 // What a block works on. Where blocks share tiles it is more, and lies in shared memory, because registers are dear.
+constexpr bool kTaskInMemory = kSumsInParts<Mask>;
 struct Task {
     Block block;
     Segment segment;
@@ -109,10 +110,17 @@ struct Task {
         return {mask, rows, share_of<Mask>(steps(mask), block, head - first_head)};
     }
     // Whether the resident rows are other ones than those of the head before: the other side may share keys
-    // differently.
+    // differently. Then the parity of how often that was before.
     __device__ bool new_rows(const Extents& n, int head) const {
-        const int other_group = kSide == kTeacher ? n.student_group : n.teacher_group;
-        return head == heads.begin || head / other_group != (head - 1) / other_group;
+        return head == heads.begin || other_key(n, head) != other_key(n, head - 1);
+    }
+    __device__ u32 rows_parity(const Extents& n, int head) const {
+        return (other_key(n, head) - other_key(n, heads.begin)) & 1;
+    }
+
+private:
+    __device__ static int other_key(const Extents& n, int head) {
+        return head / (kSide == kTeacher ? n.student_group : n.teacher_group);
     }
 };
 
@@ -138,7 +146,7 @@ struct Layout {
 __device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : Teacher::bytes(rows); }
 
 static_assert(sizeof(Task) == SKL_TASK_BYTES, "plan: what a block works on, in shared memory");
-static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers + kShared * sizeof(Task) == SKL_SMEM_BYTES,
+static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers + kTaskInMemory * sizeof(Task) == SKL_SMEM_BYTES,
               "plan: smem_bytes");
 
 // ROWS rows of both sides, one after the other.
@@ -314,9 +322,9 @@ struct Consumer {
     const Layout& shared;
     const int group, lane;
     const Scales scales;
-    const Range own;   // rows
+    const Range rows;  // its own
     const Range mine;  // tiles that these may see
-    const int row;
+    const int first_row;
     const u64 rows_t, rows_s, ring_t, ring_s, ring_out;
     int exponent = kLowestExponent;  // narrow types, streamed queries
     RingCursor<kRing> at, done;
@@ -334,9 +342,9 @@ struct Consumer {
           group(group),
           lane(lane_id()),
           scales{args.teacher_scale, args.student_scale},
-          own{task.rows.begin + 64 * group, min(task.rows.begin + 64 * group + 64, task.row_count)},
-          mine(own.begin < own.end ? covering(Task::streamed_of(first_mask(), own), kColumns) : Range{0, 0}),
-          row(own.begin + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane)),
+          rows(rows_of(task, group)),
+          mine(rows.empty() ? Range{0, 0} : covering(Task::streamed_of(first_mask(), rows), kColumns)),
+          first_row(first_row_of(task, lane)),
           rows_t(swizzled_descriptor(shared.rows + group * 64 * 128)),
           rows_s(rows_t + (Teacher::bytes(kRows) >> 4)),
           ring_t(swizzled_descriptor(shared.ring)),
@@ -349,7 +357,7 @@ struct Consumer {
 #pragma unroll
             for (int half = 0; half < Accumulators::kRows; ++half) {
                 stats[half] =
-                    read_row_stats(args, first_mask(), task.block.batch, task.block.head, row + Accumulators::below(half));
+                    read_row_stats(args, first_mask(), task.block.batch, task.block.head, row() + Accumulators::below(half));
                 if constexpr (kNarrow)
                     stats[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(stats[half].value)));
             }
@@ -364,7 +372,7 @@ struct Consumer {
     __device__ void run() {
         for (int head = task.heads.begin; head < task.heads.end; ++head) {
             if (task.new_rows(args.n, head)) {
-                warp_wait(shared.rows_here(), rows_parity);
+                warp_wait(shared.rows_here(), kTaskInMemory ? task.rows_parity(args.n, head) : rows_parity);
                 rows_parity ^= 1;
                 held.template load<kRows>(shared.rows, 16 * (threadIdx.x / 32));
             }
@@ -429,6 +437,16 @@ struct Consumer {
     }
 
 private:
+    __device__ static Range rows_of(const Task& task, int group) {
+        const int begin = task.rows.begin + 64 * group;
+        return {begin, min(begin + 64, task.row_count)};
+    }
+    __device__ static int first_row_of(const Task& task, int lane) {
+        return task.rows.begin + 16 * (threadIdx.x / 32) + Accumulators::first_row(lane);
+    }
+    // What memory has needs no registers.
+    __device__ Range own() const { return kTaskInMemory ? rows_of(task, group) : rows; }
+    __device__ int row() const { return kTaskInMemory ? first_row_of(task, lane) : first_row; }
     __device__ Mask first_mask() const { return task.mask(args.n, task.heads.begin); }
     __device__ void arrived() const { mbarrier_wait(shared.full(at.slot), at.parity); }
     __device__ void release() {  // the next slot in order
@@ -443,7 +461,7 @@ private:
     }
     __device__ bool wanted(const Cursor<Mask>& walk) const {
         return walk.tile() >= mine.begin && walk.tile() < mine.end &&
-               (!Mask::kListed || walk.any_visible(own.begin, own.end));
+               (!Mask::kListed || walk.any_visible(own().begin, own().end));
     }
     __device__ void multiply_scores(Scores& t, Scores& s) const {  // of the tile at hand
         const u64 offset = static_cast<u64>(at.slot * (kTileBytes >> 4));
@@ -472,7 +490,7 @@ private:
         logit_gradients(t, s, stats, shared.stats(slot), scales);
     }
     __device__ void hide_unseen(Scores& dx, const Cursor<Mask>& walk, int slot) const {
-        hide(dx, walk.mask, row, walk.row());
+        hide(dx, walk.mask, row(), walk.row());
         clear_non_finite<OutElement, kColumns, Out::kChunks>(shared.tile(slot) + out_offset(kColumns),
                                                              kWarpgroup + group);
     }
@@ -528,7 +546,7 @@ private:
             rescale(slot);
             at.advance();
             // Twice, or the scores of full tiles would wait for a branch.
-            if (walk.full(own.begin, own.end)) {
+            if (walk.full(own().begin, own().end)) {
                 gradients_of(t, s, slot);
             } else {
                 gradients_of(t, s, slot);
@@ -574,7 +592,7 @@ private:
     // What is decided between tiles is decided before products are under way.
     __device__ bool next_is_full(Cursor<Mask>& walk) const {
         walk.next();
-        return walk.more() && wanted(walk) && walk.full(own.begin, own.end);
+        return walk.more() && wanted(walk) && walk.full(own().begin, own().end);
     }
     // Runs of tiles that are visible as a whole are pipelined, with two tiles of scores in registers.
     __device__ void work_ahead(Cursor<Mask>& walk) {
@@ -589,7 +607,7 @@ private:
             }
             arrived();
             multiply_scores_now(t, s);
-            if (!walk.full(own.begin, own.end)) {
+            if (!walk.full(own().begin, own().end)) {
                 gradients_of(t, s, at.slot);
                 hide_unseen(t, walk, at.slot);
                 pack(a, t);
@@ -629,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     // registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
-        if constexpr (kShared) shared.task() = found;
+        if constexpr (kTaskInMemory) shared.task() = found;
         for (int i = 0; i < kRing; ++i) {
             mbarrier_init(shared.full(i), kRowsAreQueries ? 1 : 1 + kArrivals);
             mbarrier_init(shared.empty(i), kWarps * kArrivals);
@@ -639,7 +657,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         mbarrier_publish();
     }
     __syncthreads();
-    const Task& task = kShared ? shared.task() : found;
+    const Task& task = kTaskInMemory ? shared.task() : found;
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();

@@ -179,6 +179,8 @@ class TileRow:
     max_vectors: int = 4
     shared: bool = False
     """Compiled so that several blocks can have one row tile."""
+    shared_columns: int = 0
+    """Columns then, if sharing needs registers that wider tiles take."""
 
     @property
     def rows(self) -> int:
@@ -381,7 +383,7 @@ class Kernel(ABC, Generic[Row]):
         tile = self.tile(work, facts)
         schedule = self.schedule(work, tile, facts)
         if self.shareable(work, tile, schedule, facts):
-            tile = replace(tile, shared=True)
+            tile = replace(tile, shared=True, columns=tile.shared_columns or tile.columns)
         blocks = work.pairs * schedule.tiles
         if blocks > MAX_GRID:
             raise NotImplementedError(

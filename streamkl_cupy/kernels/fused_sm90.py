@@ -180,11 +180,14 @@ class _Fused(Hopper[_Row]):
         return tuple(x._replace(rows=COLUMNS) if x.name == other else x for x in super().boxes(work, tile))
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
-        hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2 and not tile.shared
+        masked = work.mask_level + (work.row_vectors > 3) + (tile.direct and bool(work.problem.mask.parts))
+        hold = work.dim <= 128 and masked < 2 and not tile.shared
         kept, score_stages = _score_side(work, tile)
         registers = consumer, query_gradient, producer = _registers(work, tile)
-        # Where registers are divided unusually, or blocks share tiles, they are all in use, and a mask wants some.
-        read_again = bool(work.problem.mask.parts) and (tile.shared or registers != _Row.registers)
+        # Where registers are divided unusually, blocks share tiles or the queries' gradient is written, they are all in
+        # use, and a mask wants some.
+        unusual = tile.shared or tile.direct or registers != _Row.registers
+        read_again = bool(work.problem.mask.parts) and unusual
         return {
             **super().constants(work, tile),
             "SKL_PIECES": int(tile.pieces),

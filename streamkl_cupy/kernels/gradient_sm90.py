@@ -46,9 +46,9 @@ _QUERIES = (
 _KEYS = (
     _Row(8, 1, 64, 8, 1, 64, "the next scores meanwhile", max_mask=0, held=3, ahead=True),
     _Row(8, 1, 64, 8, 1, 64, "the same, and a mask's registers", max_mask=1, ahead=True),
-    _Row(8, 1, 96, 3, 1, 128, "as for queries", max_mask=2),
-    _Row(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks", max_mask=1),
-    _Row(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks", max_mask=2),
+    _Row(8, 1, 96, 3, 1, 128, "as for queries", max_mask=2, shared_columns=80),
+    _Row(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks", max_mask=1, shared_columns=112),
+    _Row(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks", max_mask=2, shared_columns=80),
     _Row(8, 1, 64, 3, 1, 128, "a mask's registers"),
     _Row(8, 1, 64, 3, 1, 192, "320 columns of both sides together", max_mask=2),
     _Row(4, 1, 64, 3, 1, 128, "few rows in all, and a mask's registers"),
@@ -85,8 +85,9 @@ class _Gradient(Hopper[_Row]):
 
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         stats = 4 * work.row_vectors * tile.columns + 16 if work.rows_are_keys else 0
+        task_bytes = TASK_BYTES if tile.shared or work.problem.mask.blocks is not None else 0
         tiles = (tile.rows + tile.stages * tile.columns) * row_bytes(work)
-        return ALIGNMENT + tiles + tile.stages * stats + 8 * (2 * tile.stages + 2) + TASK_BYTES * tile.shared
+        return ALIGNMENT + tiles + tile.stages * stats + 8 * (2 * tile.stages + 2) + task_bytes
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
         consumer, producer = _registers(work, tile)[tile.warps // 4]
