@@ -71,8 +71,9 @@ static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
 static_assert(kRing >= 2 + kAhead, "plan: a tile is released after the scores of the next one, or the one after that");
 static_assert(!(kAhead && kLong), "plan: no registers for a second tile of long sums");
 
-// What a block works on. Where blocks share tiles it is more, and lies in shared memory, because registers are dear.
-constexpr bool kTaskInMemory = kSumsInParts<Mask>;
+// What a block works on. Where blocks share tiles it is more, and lies in shared memory, because registers are dear; so
+// it does beside lists where row statistics are streamed.
+constexpr bool kTaskInMemory = kShared || (Mask::kListed && !kRowsAreQueries);
 struct Task {
     Block block;
     Segment segment;

@@ -177,6 +177,8 @@ class TileRow:
     before: tuple[int, int] = (99, 0)
     max_mask: int = 3
     max_vectors: int = 4
+    shareable: bool = True
+    """Whether there are registers for several blocks having one row tile."""
     shared: bool = False
     """Compiled so that several blocks can have one row tile."""
     shared_columns: int = 0
@@ -440,7 +442,11 @@ class Kernel(ABC, Generic[Row]):
     def shareable(self, work: Work, tile: Row, schedule: Schedule, facts: DeviceFacts) -> bool:
         """Whether several blocks for one row tile may help, whatever numbers the mask has, between all rows seeing all
         and a triangle."""
-        if not self.shares_tiles or work.problem.mask.blocks is not None or work.pairs * schedule.tiles == 0:
+        if (
+            not (self.shares_tiles and tile.shareable)
+            or work.problem.mask.blocks is not None
+            or work.pairs * schedule.tiles == 0
+        ):
             return False
         copies = work.pairs * max(work.problem.sequences, 1)
         return any(

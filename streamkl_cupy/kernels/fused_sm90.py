@@ -180,14 +180,14 @@ class _Fused(Hopper[_Row]):
         return tuple(x._replace(rows=COLUMNS) if x.name == other else x for x in super().boxes(work, tile))
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
-        masked = work.mask_level + (work.row_vectors > 3) + (tile.direct and bool(work.problem.mask.parts))
-        hold = work.dim <= 128 and masked < 2 and not tile.shared
+        hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2 and not tile.shared
         kept, score_stages = _score_side(work, tile)
         registers = consumer, query_gradient, producer = _registers(work, tile)
-        # Where registers are divided unusually, blocks share tiles or the queries' gradient is written, they are all in
-        # use, and a mask wants some.
-        unusual = tile.shared or tile.direct or registers != _Row.registers
-        read_again = bool(work.problem.mask.parts) and unusual
+        # Where registers are divided unusually, or blocks share tiles, they are all in use, and a mask wants some. To
+        # write dQ takes some too.
+        masked = bool(work.problem.mask.parts)
+        read_again = masked and (tile.shared or registers != _Row.registers)
+        wide = tile.wide and not (masked and tile.direct)
         return {
             **super().constants(work, tile),
             "SKL_PIECES": int(tile.pieces),
@@ -202,7 +202,7 @@ class _Fused(Hopper[_Row]):
             "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
             "SKL_READ_AGAIN": int(read_again),
             "SKL_EARLY_WAITS": int(tile.early),
-            "SKL_WIDE_CHUNKS": chunks(work.out_dim) if tile.wide else 1,
+            "SKL_WIDE_CHUNKS": chunks(work.out_dim) if wide else 1,
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_DQ_REGISTERS": query_gradient,
             "SKL_PRODUCER_REGISTERS": producer,

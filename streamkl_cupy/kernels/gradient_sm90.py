@@ -40,7 +40,7 @@ _QUERIES = (
     _Row(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks", max_mask=2),
     _Row(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks"),
     _Row(8, 1, 64, 3, 1, 192, "320 columns of both sides together"),
-    _Row(8, 1, 48, 2, 1, 256, "two stages beside the widest rows"),
+    _Row(8, 1, 48, 2, 1, 256, "two stages beside the widest rows", shareable=False),
 )
 
 _KEYS = (
@@ -85,7 +85,8 @@ class _Gradient(Hopper[_Row]):
 
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         stats = 4 * work.row_vectors * tile.columns + 16 if work.rows_are_keys else 0
-        task_bytes = TASK_BYTES if tile.shared or work.problem.mask.blocks is not None else 0
+        listed = work.problem.mask.blocks is not None
+        task_bytes = TASK_BYTES if tile.shared or (listed and work.rows_are_keys) else 0
         tiles = (tile.rows + tile.stages * tile.columns) * row_bytes(work)
         return ALIGNMENT + tiles + tile.stages * stats + 8 * (2 * tile.stages + 2) + task_bytes
 
