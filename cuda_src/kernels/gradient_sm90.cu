@@ -77,8 +77,8 @@ constexpr bool kTaskInMemory = kShared || (Mask::kListed && !kRowsAreQueries);
 struct Task {
     Block block;
     Segment segment;
-    int row_count;  // rows of the stationary operand
-    Range rows;     // the block's own
+    int row_count;                    // rows of the stationary operand
+    Range rows;                       // the block's own
     int first_head, heads_per_block;  // query heads that are summed into one head of the gradient
     Range heads;                      // of these the block's own
 
@@ -140,14 +140,17 @@ struct Layout {
     __device__ u32 empty(int slot) const { return barriers + 8 * (kRing + slot); }
     __device__ u32 rows_here() const { return barriers + 8 * (2 * kRing); }
     __device__ u32 rows_free() const { return barriers + 8 * (2 * kRing + 1); }
-    __device__ Task& task() const { return *reinterpret_cast<Task*>(__cvta_shared_to_generic(barriers + 8 * kBarriers)); }
+    __device__ Task& task() const {
+        return *reinterpret_cast<Task*>(__cvta_shared_to_generic(barriers + 8 * kBarriers));
+    }
 };
 
 // Offset, in a tile or in the resident rows, of the differentiated side.
 __device__ constexpr int out_offset(int rows) { return kSide == kTeacher ? 0 : Teacher::bytes(rows); }
 
 static_assert(sizeof(Task) == SKL_TASK_BYTES, "plan: what a block works on, in shared memory");
-static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers + kTaskInMemory * sizeof(Task) == SKL_SMEM_BYTES,
+static_assert(1024 + kRowBytes + kRing * (kTileBytes + kStatsBytes) + 8 * kBarriers + kTaskInMemory * sizeof(Task) ==
+                  SKL_SMEM_BYTES,
               "plan: smem_bytes");
 
 // ROWS rows of both sides, one after the other.
@@ -357,8 +360,8 @@ struct Consumer {
         if constexpr (kRowsAreQueries) {
 #pragma unroll
             for (int half = 0; half < Accumulators::kRows; ++half) {
-                stats[half] =
-                    read_row_stats(args, first_mask(), task.block.batch, task.block.head, row() + Accumulators::below(half));
+                stats[half] = read_row_stats(args, first_mask(), task.block.batch, task.block.head,
+                                             row() + Accumulators::below(half));
                 if constexpr (kNarrow)
                     stats[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(stats[half].value)));
             }
@@ -405,8 +408,7 @@ struct Consumer {
             const int r = row + Accumulators::below(half);
             float factor = gradient_factor<kSide>(args.out_scale);
             if constexpr (kRowsAreQueries) {
-                const RowStats x =
-                    read_row_stats(args, first_mask(), block.batch, block.head, r);
+                const RowStats x = read_row_stats(args, first_mask(), block.batch, block.head, r);
                 factor *= x.weight;
                 if constexpr (kNarrow) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
             } else if constexpr (kNarrow) {

@@ -29,8 +29,7 @@ struct PartialSums {
     __device__ bool add(float (&out)[TILES][4], int mine, int begin, int end, int apart, int count) const {
         float4* const place = at(mine * apart);
 #pragma unroll
-        for (int i = 0; i < TILES; ++i)
-            place[i * kThreads] = make_float4(out[i][0], out[i][1], out[i][2], out[i][3]);
+        for (int i = 0; i < TILES; ++i) place[i * kThreads] = make_float4(out[i][0], out[i][1], out[i][2], out[i][3]);
         __threadfence();
         __syncwarp();
         int before = 0;
