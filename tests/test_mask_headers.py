@@ -159,7 +159,7 @@ def walkers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Walker]:
             constants = {
                 "SKL_ROWS": rows, "SKL_COLUMNS": columns, "SKL_WARPS": rows // 16, "SKL_WARP_TILES": 1, "SKL_STAGES": 1,
                 "SKL_ROWS_ARE_QUERIES": int(queries), "SKL_MASK_PARTS": ", ".join(part.struct for part in entries),
-                "SKL_LEAST_STEPS": 2,
+                "SKL_SHARED": 1, "SKL_LEAST_STEPS": 2,
             }  # fmt: skip
             slots = {"mask": (*(part.header for part in entries), "masks/all.cuh")}
             text = SHIM + flatten("kernels/walk.cu", constants, slots, root, FORWARD.text)
