@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import concurrent.futures
 import copy
 import difflib
 import fnmatch
@@ -281,8 +282,11 @@ def main() -> None:
         picked = [rng.choice(place) for place in rng.sample(places, min(options.count, len(places)))]
         print(f"{len(picked)} faults in {len(places)} places, --seed {options.seed}", flush=True)
         judge = functools.partial(judged, source=source, options=options)
-        with multiprocessing.get_context("fork").Pool(options.jobs) as pool:
-            for module, outcome, report in pool.imap_unordered(judge, picked):
+        # Not of a Pool, whose processes may not have children of their own, as compiling for a test has.
+        fork = multiprocessing.get_context("fork")
+        with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=fork) as pool:
+            for future in concurrent.futures.as_completed([pool.submit(judge, fault) for fault in picked]):
+                module, outcome, report = future.result()
                 table.setdefault(module, Counter())[outcome] += 1
                 print(report, flush=True)
     print(f"\n{'module':28} noticed  survived  timeout")

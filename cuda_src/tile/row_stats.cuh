@@ -25,14 +25,15 @@ constexpr int kLowestExponent = kTopExponent - 126;
 
 // One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything.
 // Where intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so
-// that the reads of several rows are under way together: such a row reads another's memory.
+// that the reads of several rows are under way together: such a row reads that of the head's first one, which is there
+// even where a sequence without rows ends the array.
 __device__ inline RowStats read_row_stats(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
     const bool inside = (q < mask.segment.queries) & !mask.keys_of(q, q + 1).empty();
-    const int first = mask.segment.first_query, row = inside ? q : 0;
-    const float lse_t = row_vector(args.teacher_lse, b, h, first)[row * args.teacher_lse.row];
-    const float lse_s = row_vector(args.student_lse, b, h, first)[row * args.student_lse.row];
-    const float weight = row_vector(args.grad, b, h, first)[row * args.grad.row];
-    const float value = Logit::kNeedsValue ? row_vector(args.value, b, h, first)[row * args.value.row] : 0.f;
+    const int row = inside ? mask.segment.first_query + q : 0;
+    const float lse_t = *row_vector(args.teacher_lse, b, h, row);
+    const float lse_s = *row_vector(args.student_lse, b, h, row);
+    const float weight = *row_vector(args.grad, b, h, row);
+    const float value = Logit::kNeedsValue ? *row_vector(args.value, b, h, row) : 0.f;
     const bool seen = inside & !(Mask::kSparse && lse_t == -infinity());
     return {seen ? kLog2e * lse_t : 0.f, seen ? kLog2e * lse_s : 0.f, seen ? weight : 0.f, seen ? kLog2e * value : 0.f};
 }
