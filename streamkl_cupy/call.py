@@ -17,20 +17,19 @@ from .frameworks import describe
 from .frameworks.base import FRAMEWORKS, QUICK, Framework
 from .frameworks.cupy import cupy_module
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
-from .problem import INPUT_NAMES, STUDENT, Device, Problem
+from .problem import INPUT_NAMES, Device, Problem
 from .rules.masks import every_row_sees
 from .runner import Runner
 
 
 class Op(NamedTuple):
-    """An operation: its name, its operands in their order, and those that it is differentiated by unless told."""
+    """An operation: its name, and its operands in their order."""
 
     name: str
     operands: tuple[str, ...]
-    wrt: tuple[str, ...]
 
 
-ATTENTION_KL = Op("attention_kl", INPUT_NAMES, STUDENT)
+ATTENTION_KL = Op("attention_kl", INPUT_NAMES)
 OPS = {op.name: op for op in (ATTENTION_KL,)}
 
 

@@ -236,7 +236,7 @@ class Runner:
         """Launch the gradients that `outputs` has room for; every element of them is written.
 
         `workspace` is the address of `room` bytes, `backward_bytes(wrt)` unless given. With less than these,
-        no list is split, with still less each gradient has its own kernel, and with none a mask of keys cannot be.
+        no row tile is shared, with still less each gradient has its own kernel, and with none a mask of keys cannot be.
         """
         a, b, c, d = inputs
         key = (

@@ -1,6 +1,7 @@
 """The options that every function has, each once: its type, how it is checked, how torch takes it, its default.
 
-The public functions repeat them in their signatures, for people, editors and type checkers; nothing else does. What is
+The public functions repeat them in their signatures, for people, editors and type checkers, as `Shared` does below for
+these alone; nothing else does. What is
 static is a field of `Options`; the arrays that masks read stand in the registry of masks.
 """
 

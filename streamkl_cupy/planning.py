@@ -36,7 +36,7 @@ class Step:
     workspace: int | None = None
     """Where in the call's workspace it works, bytes; None: nowhere."""
     partials: int | None = None
-    """Where split lists leave their partial sums; None: none is split."""
+    """Where blocks that share a row tile leave their sums; None: none share one."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class FusedPlan:
     """What prepares the workspace, the pass, what makes sums the gradient of the queries where there are sums: same
     arguments."""
     workspace_bytes: int
-    """Of the pass, and after that what split lists need."""
+    """Of the pass, and after that what blocks need that share a row tile."""
     names: tuple[str, str]
     """The two inputs."""
 
@@ -99,7 +99,7 @@ class Plan:
     def backward_steps(self, wrt: Collection[str], room: float = inf) -> tuple[Step, ...]:
         """What a backward for these inputs runs in `room` bytes of workspace, after the mask's bits.
 
-        With less than `backward_bytes(wrt)` no list is split, with still less each gradient has its own kernel.
+        With less than `backward_bytes(wrt)` no row tile is shared, with still less each gradient has its own kernel.
 
         Raises:
             NotImplementedError: a gradient that cannot be computed is among them.
@@ -133,7 +133,7 @@ class Plan:
 
     def backward_bytes(self, wrt: Collection[str]) -> int:
         """Workspace of a backward for these inputs; without it each gradient is computed by its own kernel, and no
-        list is split."""
+        row tile is shared."""
         fused = [f for f in self.fused if all(x in wrt for x in f.names)]
         done = [name for f in fused for name in f.names]
         alone = [kernel.schedule.partial_bytes for name, kernel in self.gradients if name in wrt and name not in done]

@@ -75,6 +75,10 @@ def test_assembly_is_only_in_the_ptx_folder() -> None:
     assert found, "no assembly at all: the search is broken"
 
 
+def test_no_lambda_captures_everything() -> None:
+    assert not [path.name for path in cuda_root().rglob("*.cu*") if re.search(r"\[[&=]\]\s*[({]", path.read_text())]
+
+
 def test_no_source_needs_a_toolkit_header() -> None:
     assert [name_of(path) for path in sources(".") if re.search(r"#\s*include\s*<", code_of(path))] == []
 

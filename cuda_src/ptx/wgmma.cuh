@@ -4,7 +4,7 @@
 //   wgmma_fence     before the first product, and whenever its registers were touched since
 //   products        issued in order; accumulators and operands must be left alone until waited for
 //   wgmma_commit    closes a group
-//   wgmma_wait<N>   returns when at most N groups are still under way; then `settle` the registers they wrote
+//   wgmma_wait<N>   returns when at most N groups are still under way; then `fence_accumulators` what they wrote
 #pragma once
 #include "common/types.cuh"
 

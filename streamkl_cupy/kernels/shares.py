@@ -1,4 +1,4 @@
-"""Over how many blocks the steps of a row tile go, where row tiles are few: `pipeline/partials.cuh` cuts them.
+"""Over how many blocks the steps of a row tile go, where row tiles are few: `tile/shares.cuh` cuts them.
 
 A step is a tile of streamed rows; where a block sums the query heads that share its keys, each head has its own. Lists
 of patterns are not cut here but in `work_tiles.py`.

@@ -284,7 +284,7 @@ GRADIENT = Struct(
         Field("teacher_scale", "float"),
         Field("student_scale", "float"),
         Field("out_scale", "float", "the plain scale of the side that is differentiated"),
-        Field("partial_slots", "int", "for partial sums of split lists, per batch entry and head"),
+        Field("partial_slots", "int", "for sums of blocks that share a row tile, per batch entry and head"),
         Field("partial_arrivals", "u64", "what lies there pipeline/partials.cuh says; 0: no memory for it"),
         Field("partial_sums", "u64"),
     ),
@@ -325,7 +325,7 @@ def split_states(state_floats: int) -> Regions:
 
 
 def partials(warps: int, rows: int, out_dim: int) -> Regions:
-    """What blocks that split lists leave for one another; an entry is a slot (`kernels/work_tiles.py`)."""
+    """What blocks that share a row tile leave for one another; an entry is a slot."""
     return Regions(
         "Partials",
         (

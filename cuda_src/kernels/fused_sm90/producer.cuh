@@ -105,7 +105,7 @@ private:
         const TensorMap& score_q = kSide == kTeacher ? all.student_q : all.teacher_q;
         const int batch = item.block.batch;
         const float* const stats = space.row_stats + space.entry(batch, item.head, item.segment, 0) * Stats::kFloats;
-        const auto load_grad = [&](const Walk& walk, int query) {
+        const auto load_grad = [this, &grad_q, &item, batch, stats](const Walk& walk, int query) {
             warp_wait(shared.barrier(kGradEmpty, at_grad.slot), at_grad.parity ^ 1);
             if (lane == 0) {
                 const u32 grad_side = shared.barrier(kGradFull, at_grad.slot);
