@@ -180,7 +180,6 @@ class Runner:
         # By what is wanted and the room for it.
         self._requests: dict[object, Request] = {}
         self._forwards, self._backwards = _Packed(), _Packed()
-        self._sizes: dict[tuple[str, ...], int] = {}
         arrays = [array for part in parts_of(problem.mask) for array in part.arrays]
         self._mask_arrays = tuple(array.name for array in arrays)
         self._bits = next((array.name for array in arrays if array.bits), "")
@@ -198,8 +197,7 @@ class Runner:
 
     def backward_bytes(self, wrt: tuple[str, ...]) -> int:
         """Bytes of workspace for these gradients."""
-        found = self._sizes.get(wrt)
-        return self._sizes.setdefault(wrt, self.plan.backward_bytes(wrt)) if found is None else found
+        return self.plan.backward_bytes(wrt)
 
     def forward(
         self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0, masks: MaskArrays | None = None

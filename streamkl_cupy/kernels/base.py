@@ -465,14 +465,7 @@ class Kernel(ABC, Generic[Row]):
         if splits == 1:
             return plan
         slots = whole.tiles * splits
-        sizes = partials(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
-        schedule = replace(
-            whole,
-            splits=splits,
-            partial_slots=slots,
-            arrivals_bytes=sizes["arrivals"],
-            partial_bytes=sum(sizes.values()),
-        )
+        schedule = _with_slots(replace(whole, splits=splits), slots, work, tile)
         return replace(plan, schedule=schedule, blocks=self.blocks(work.pairs * slots, tile, facts))
 
     def blocks(self, work_tiles: int, tile: Row | TileRow, facts: DeviceFacts) -> int:
@@ -501,16 +494,19 @@ class Kernel(ABC, Generic[Row]):
         lists = survey(pattern, tile.rows, tile.columns, work.rows_are_keys, group)
         longest, together = balance(lists, work.pairs, facts.multiprocessors, self.shares_tiles)
         entries, slots = cut(lists, longest, group)
-        sizes = partials(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
-        return Schedule(
+        schedule = Schedule(
             tiles=entries.shape[1],
             head_group=min(self.head_group(work, min(together, work.pairs)), max(work.pairs, 1)),
             group=group,
             longest=longest,
-            partial_slots=slots,
-            arrivals_bytes=sizes["arrivals"],
-            partial_bytes=sum(sizes.values()),
         )
+        return _with_slots(schedule, slots, work, tile)
+
+
+def _with_slots(schedule: Schedule, slots: int, work: Work, tile: TileRow) -> Schedule:
+    """The schedule with memory for the sums of blocks that share row tiles, in so many slots of a head."""
+    sizes = partials(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
+    return replace(schedule, partial_slots=slots, arrivals_bytes=sizes["arrivals"], partial_bytes=sum(sizes.values()))
 
 
 def vector_loads(x: Operand) -> bool:
