@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, carried out in a copy of the tree: each patch still applies, and its tests pass."""
+"""The additions of CONTRIBUTING.md, carried out in a copy of the tree: each patch still applies, and its tests pass."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "docs/recipes").glob("*.patch"))
+PATCHES = sorted((ROOT / "docs/patches").glob("*.patch"))
 
 
-def test_there_are_recipes() -> None:
-    named = set(re.findall(r"docs/recipes/(\w+\.patch)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
-    assert named == {path.name for path in RECIPES}
+def test_there_are_patches() -> None:
+    named = set(re.findall(r"docs/patches/(\w+\.patch)", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    assert named == {path.name for path in PATCHES}
 
 
-@pytest.mark.parametrize("patch", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_all_that_it_takes(patch: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
+def test_a_patch_is_all_that_it_takes(patch: Path, tmp_path: Path) -> None:
     git = shutil.which("git")
     if git is None:
         pytest.skip("needs git, which applies patches")
