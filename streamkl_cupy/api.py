@@ -13,11 +13,12 @@ from . import arrays, frameworks, planning, validate
 from .advice.signatures import public
 from .arguments import choice
 from .arrays import ArrayView, RowStats, Saved
-from .call import ATTENTION_KL, OPS, Call, Ready, SavedArrays, runner_for
+from .call import Call, Ready, SavedArrays, runner_for
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS
+from .ops import ATTENTION_KL, OPS
 from .options import REDUCTIONS, Layout, LossOptions, Precision, Reduction
-from .problem import INPUT_NAMES, STUDENT, Device, Problem, Wrt
+from .problem import STUDENT, Device, Problem, Wrt
 from .results import A, KLForward, KLForwardMass, KLGradients
 from .rules import reductions
 from .rules.divergences import DIVERGENCES
@@ -116,8 +117,8 @@ def _outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:
 
 
 def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
-    asked, student_q = LossOptions(**own), operands[2]
-    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(student_q).__mro__):
+    asked, like = LossOptions(**own), operands[ATTENTION_KL.at]
+    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(like).__mro__):
         # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
         # and parameters live in modules of their own, so all ancestors are asked.
         from .torch import loss
@@ -126,31 +127,31 @@ def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
     call = Call.of(ATTENTION_KL, operands, given)
     validate.loss(asked)
     row_weight = asked.row_weight
-    framework = frameworks.framework_of("student_q", student_q)
+    framework = frameworks.framework_of(ATTENTION_KL.like, like)
     door = FRAMEWORKS[framework].door()
     if row_weight is not None or door is not None:
-        found = {name: frameworks.framework_of(name, x) for name, x in zip(INPUT_NAMES, operands, strict=True)}
+        found = {name: frameworks.framework_of(name, x) for name, x in zip(ATTENTION_KL.names, operands, strict=True)}
         if row_weight is not None:
             found["row_weight"] = validate.weight_framework(row_weight, framework)
         validate.one_framework(found)
     if door is not None:
         return door.loss(call, asked)
     ready = call.ready()
-    like = ready.inputs.student_q
-    weight = None if row_weight is None else validate.row_weight(row_weight, ready.checked.row_shape, like)
-    if like.framework not in frameworks.OWN:
-        named = zip((*INPUT_NAMES, "row_weight"), (*operands, row_weight), strict=True)
+    view = ready.inputs.student_q
+    weight = None if row_weight is None else validate.row_weight(row_weight, ready.checked.row_shape, view)
+    if view.framework not in frameworks.OWN:
+        named = zip((*ATTENTION_KL.names, "row_weight"), (*operands, row_weight), strict=True)
         FRAMEWORKS[framework].check_no_gradient_wanted((name, x) for name, x in named if x is not None)
     dense = _dense_rows(asked.dense_teacher_lse, ready)
     stats = ready.forward()
     kl, teacher_lse, student_lse = (view.array for view in stats)
     if weight is not None or asked.reduction != "none":
-        with frameworks.on_device(like):
-            kl = reductions.reduce_rows(frameworks.namespace(like), kl, teacher_lse, weight, asked.reduction)
+        with frameworks.on_device(view):
+            kl = reductions.reduce_rows(frameworks.namespace(view), kl, teacher_lse, weight, asked.reduction)
     if not asked.return_lse:
-        return frameworks.given_back(like, student_q, kl)
-    rows = _with_mass(like, KLForward(kl, teacher_lse, student_lse), stats, dense)
-    return frameworks.given_back(like, student_q, rows)
+        return frameworks.given_back(view, like, kl)
+    rows = _with_mass(view, KLForward(kl, teacher_lse, student_lse), stats, dense)
+    return frameworks.given_back(view, like, rows)
 
 
 def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse: Any) -> Any:
@@ -163,7 +164,7 @@ def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse
     stats = ready.forward()
     kl, teacher_lse, student_lse = stats
     rows = _with_mass(like, KLForward(kl.array, teacher_lse.array, student_lse.array), stats, dense)
-    return frameworks.given_back(like, operands[2], rows)
+    return frameworks.given_back(like, operands[call.op.at], rows)
 
 
 def _backward(
@@ -178,22 +179,22 @@ def _backward(
     grad, *operands = arguments
     call = Call.of(ATTENTION_KL, tuple(operands), given)
     teacher_lse, student_lse, kl = validate.saved_rows(saved, teacher_lse, student_lse, kl)
-    wrt = validate.wanted(wrt)
-    validate.value_given(kl, call.options.divergence, wrt)
+    wrt = validate.wanted(call.op, wrt)
+    validate.value_given(call.op, kl, call.options.divergence, wrt)
     ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl))
     like = ready.inputs.student_q
     ready.checked.backward_bytes(wrt)
     if (door := FRAMEWORKS[like.framework].door()) is not None:
         return door.backward(call, (grad, teacher_lse, student_lse, kl), wrt)  # type: ignore[no-any-return]
     grads = KLGradients(*ready.backward(wrt))
-    return frameworks.given_back(like, operands[2], grads)
+    return frameworks.given_back(like, operands[call.op.at], grads)
 
 
 def _value_and_grad(
     operands: tuple[Any, ...], given: dict[str, Any], row_weight: Any, reduction: str, wrt: Any
 ) -> tuple[Any, KLGradients[Any]]:
     call = Call.of(ATTENTION_KL, operands, given)
-    wrt = validate.wanted(wrt)
+    wrt = validate.wanted(call.op, wrt)
     choice("reduction", reduction, REDUCTIONS)
     if reduction == "none":
         raise ValueError(
@@ -216,7 +217,7 @@ def _value_and_grad(
         grad = reductions.spread(xp, value, share, ready.checked.row_shape)
     saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
     grads = KLGradients(*ready._replace(saved=saved).backward(wrt))
-    give = functools.partial(frameworks.given_back, like, operands[2])
+    give = functools.partial(frameworks.given_back, like, operands[call.op.at])
     return give(value), give(grads)
 
 
@@ -237,7 +238,7 @@ def _problem(
 ) -> tuple[Problem, Wrt]:
     """What arrays or stand-ins ask for, with the gradients that are meant."""
     call = Call.of(OPS[choice("op", op, OPS)], operands, given)
-    wrt = validate.wanted(wrt)
+    wrt = validate.wanted(call.op, wrt)
     problem = call.problem(device)
     validate.gradients_built(problem, wrt)
     return problem, wrt

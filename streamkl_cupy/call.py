@@ -16,21 +16,11 @@ from .errors import DriverError
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS, QUICK, Framework
 from .frameworks.cupy import cupy_module
+from .ops import Op
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
-from .problem import INPUT_NAMES, Device, Problem
+from .problem import Device, Problem
 from .rules.masks import every_row_sees
 from .runner import Runner
-
-
-class Op(NamedTuple):
-    """An operation: its name, and its operands in their order."""
-
-    name: str
-    operands: tuple[str, ...]
-
-
-ATTENTION_KL = Op("attention_kl", INPUT_NAMES)
-OPS = {op.name: op for op in (ATTENTION_KL,)}
 
 
 class Call(NamedTuple):
@@ -48,7 +38,7 @@ class Call(NamedTuple):
 
     def ready(self, rows: SavedArrays | None = None) -> Ready:
         """Read the arrays, and the rows that a backward reads, and find what runs them, or raise what is wrong."""
-        framework = QUICK.get(type(self.operands[2]))
+        framework = QUICK.get(type(self.operands[self.op.at]))
         if framework is None:
             return self._read(rows)
         return _recalled(framework, self, rows) or _noted(framework, self, rows, self._read(rows))
@@ -56,7 +46,7 @@ class Call(NamedTuple):
     def _read(self, rows: SavedArrays | None) -> Ready:
         op, operands, options, given = self
         saved = None if rows is None else rows.views()
-        inputs = Inputs(*map(describe, op.operands, operands))
+        inputs = Inputs(*map(describe, op.names, operands))
         masks = view_masks(given, inputs.student_q.framework)
         checked = prepare(inputs, options, masks)
         if rows is not None and saved is not None:
@@ -70,7 +60,7 @@ class Call(NamedTuple):
 
     def problem(self, device: Device | None = None) -> Problem:
         """The problem of arrays or stand-ins, as a call with them would have it, or would on `device`."""
-        inputs = outline(self.operands, device)
+        inputs = outline(self.op, self.operands, device)
         options = self.options
         if options.deterministic is None:
             options = options._replace(deterministic=as_framework_says(inputs.student_q))
@@ -247,11 +237,11 @@ def _noted(framework: Framework, call: Call, rows: SavedArrays | None, ready: Re
 
 def _look_key(framework: Framework, call: Call, rows: SavedArrays | None) -> Any:
     """What is known of a call without looking at its arrays, but for one shape."""
-    _, operands, options, masks = call
+    op, operands, options, masks = call
     deterministic = framework.deterministic() if options.deterministic is None else None
     given = masks if masks is NO_MASKS else tuple([x is not None for x in masks])
     saved = None if rows is None else (rows.kl is None, rows.alike)
-    return (operands[2].shape, _named(options), deterministic, given, saved, framework.name)
+    return (operands[op.at].shape, _named(options), deterministic, given, saved, framework.name)
 
 
 def _arrays(call: Call, rows: SavedArrays | None) -> tuple[Any, ...]:
@@ -374,12 +364,12 @@ def view_masks(given: tuple[Any, ...], framework: str) -> MaskArrays | None:
     return {n: frameworks.describe_mask(n, x, framework) for n, x in zip(MASK_ARRAYS, given) if x is not None}
 
 
-def outline(given: tuple[Any, ...], device: Device | None = None) -> Inputs:
+def outline(op: Op, given: tuple[Any, ...], device: Device | None = None) -> Inputs:
     """Views of arrays or stand-ins, as if on `device` where one is given.
 
-    Stand-ins are where the arrays among the four are, else on the current GPU, else on the CPU.
+    Stand-ins are where the arrays among them are, else on the current GPU, else on the CPU.
     """
-    views = {n: describe(n, x) for n, x in zip(INPUT_NAMES, given, strict=True) if not frameworks.is_standin(n, x)}
+    views = {n: describe(n, x) for n, x in zip(op.names, given, strict=True) if not frameworks.is_standin(n, x)}
     framework = "stand-in"
     if views:
         like = next(iter(views.values()))
@@ -387,7 +377,7 @@ def outline(given: tuple[Any, ...], device: Device | None = None) -> Inputs:
     else:
         gpu = None if device else frameworks.current_gpu()
         place = arrays.CPU if gpu is None else arrays.cuda(gpu)
-    for name, x in zip(INPUT_NAMES, given, strict=True):
+    for name, x in zip(op.names, given, strict=True):
         view = views.get(name) or frameworks.standin(name, x, place)._replace(framework=framework)
         views[name] = view if device is None else view._replace(device=device)
     return Inputs(**views)

@@ -23,11 +23,12 @@ from jax.custom_derivatives import SymbolicZero
 from . import arrays, frameworks, validate
 from .advice.signatures import public
 from .api import attention_kl_backward, attention_kl_forward, attention_kl_value_and_grad
-from .call import ATTENTION_KL, Call, prepare, runner_for
+from .call import Call, prepare, runner_for
 from .frameworks.dlpack import pointer_of
 from .frameworks.jax import xla_deterministic
+from .ops import ATTENTION_KL
 from .options import MASK_ARRAYS, LossOptions, Options
-from .problem import INPUT_NAMES, Device, Problem, compact_strides
+from .problem import Device, Problem, compact_strides
 from .results import KLForward, KLForwardMass, KLGradients
 from .rules import masks as rules
 from .rules import reductions
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attention_kl", "attention_kl_backward", "attention_kl_forward", "attention_kl_value_and_grad"]
 
+_NAMES = ATTENTION_KL.names
 TESTED_JAX = "0.8 to 0.11"
 
 _NO_SECOND_ORDER = (
@@ -155,7 +157,7 @@ def backward(call: Call, saved: tuple[Any, ...], wrt: tuple[str, ...]) -> KLGrad
     """Gradients from grad, the two log-sum-exps and maybe the values of rows."""
     config = _config(call)
     _check_masks(config, call)
-    rows = saved if validate.reads_value(config.options.divergence, wrt) else saved[:3]
+    rows = saved if validate.reads_value(ATTENTION_KL, config.options.divergence, wrt) else saved[:3]
     return KLGradients(**_backward_entry(call.operands, call.masks, rows, config=config, wrt=_in_order(wrt)))
 
 
@@ -236,14 +238,14 @@ def _rows_fwd(config: _Config, *arrays: Any) -> tuple[tuple[Any, ...], Any]:
 
 def _rows_bwd(config: _Config, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
     inputs, masks, (kl, teacher_lse, student_lse), wanted = residuals
-    wrt = tuple(name for i, name in enumerate(INPUT_NAMES) if wanted.shape[0] >> i & 1)
+    wrt = tuple(name for i, name in enumerate(_NAMES) if wanted.shape[0] >> i & 1)
     grad = cotangents[0]
     if not wrt or isinstance(grad, SymbolicZero):
         return (None, None, None, None, None)
     saved = (grad, teacher_lse, student_lse, kl)
-    reading = validate.reads_value(config.options.divergence, wrt)
+    reading = validate.reads_value(ATTENTION_KL, config.options.divergence, wrt)
     grads = _backward_once(config, wrt, inputs, masks, saved if reading else saved[:3])
-    return (*(grads.get(name) for name in INPUT_NAMES), None)
+    return (*(grads.get(name) for name in _NAMES), None)
 
 
 _rows.defvjp(_rows_fwd, _rows_bwd, symbolic_zeros=True)
@@ -298,14 +300,14 @@ def _backward(
             )
     given = _given(masks)
     arrays = (*inputs, *given.values(), *saved)
-    results = tuple(_Result(x.shape, x.dtype) for name, x in zip(INPUT_NAMES, inputs) if name in wrt)
+    results = tuple(_Result(x.shape, x.dtype) for name, x in zip(_NAMES, inputs) if name in wrt)
     if 0 in problem.row_shape or not problem.keys:
         grads = tuple(jnp.zeros(x.shape, x.dtype) for x in results)
     else:
         callback = _backward_callback(config.options, wrt, len(problem.row_shape), tuple(given))
         everything = (*results, *_workspace(runner_for(problem).backward_bytes(wrt)))
         grads = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))(*arrays)[: len(results)]
-    return dict(zip((name for name in INPUT_NAMES if name in wrt), _marked(grads, arrays), strict=True))
+    return dict(zip((name for name in _NAMES if name in wrt), _marked(grads, arrays), strict=True))
 
 
 def _given(masks: _Masks) -> dict[str, Any]:
@@ -368,7 +370,7 @@ def _forward_callback(options: Options, lead: int, masked: tuple[str, ...]) -> C
 
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
         inputs, masks = buffers[:4], buffers[4:]
-        names = (*INPUT_NAMES, *arrays.RowStats._fields)
+        names = (*_NAMES, *arrays.RowStats._fields)
         views = [_view(name, buffer) for name, buffer in zip(names, (*inputs, *out[:3]), strict=True)]
         mask_views = {name: _view(name, buffer) for name, buffer in zip(masked, masks, strict=True)}
         stream = ctx.stream if views[0].device.kind == "cuda" else 0
@@ -390,7 +392,7 @@ def _backward_callback(
 ) -> Callable[..., None]:
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
         after = 4 + len(masked)
-        names = (*INPUT_NAMES, *arrays.Saved._fields)
+        names = (*_NAMES, *arrays.Saved._fields)
         operands = (*buffers[:4], *buffers[after:])
         views = [_view(name, buffer) for name, buffer in zip(names, operands)]
         views += [_view(name, buffer) for name, buffer in zip(wrt, out)]
@@ -400,7 +402,7 @@ def _backward_callback(
         for part, seen in _unfold(views, mask_views, lead, options.layout):
             saved = arrays.Saved(part[4], part[5], part[6], part[7] if count == 8 else None)
             wanted = dict(zip(wrt, part[count:], strict=True))
-            outputs = arrays.Gradients(*(wanted.get(name) for name in INPUT_NAMES))
+            outputs = arrays.Gradients(*(wanted.get(name) for name in _NAMES))
             inputs = arrays.Inputs(*part[:4])
             runner = prepare(inputs, options, seen).runner
             # vmap may bring other launches than were planned; what there is serves as far as it goes.
@@ -510,7 +512,7 @@ def _is_one_axis(extents: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _check_inputs(call: Call) -> None:
-    for name, x in zip(INPUT_NAMES, call.operands):
+    for name, x in zip(_NAMES, call.operands):
         if not isinstance(x, jax.Array):
             raise validate.not_of("jax", name, x)
         if not isinstance(x, jax.core.Tracer) and x.is_deleted():
@@ -549,7 +551,7 @@ def _staged() -> bool:
 
 def _in_order(wrt: tuple[str, ...]) -> tuple[str, ...]:
     """In the order of the arguments, so that two spellings share one trace."""
-    return tuple(name for name in INPUT_NAMES if name in wrt)
+    return tuple(name for name in _NAMES if name in wrt)
 
 
 def _platform(x: jax.Array) -> str:
@@ -574,7 +576,7 @@ def _buffer_callback() -> Any:
 
 
 def _standins(inputs: tuple[Any, ...], masks: _Masks, device: Device) -> tuple[arrays.Inputs, arrays.MaskArrays | None]:
-    views = arrays.Inputs(*(frameworks.standin(name, x, device) for name, x in zip(INPUT_NAMES, inputs, strict=True)))
+    views = arrays.Inputs(*(frameworks.standin(name, x, device) for name, x in zip(_NAMES, inputs, strict=True)))
     seen = {name: frameworks.standin(name, x, device) for name, x in _given(masks).items()}
     return views, seen or None
 

@@ -22,7 +22,7 @@ from .kernels.gpus import device_facts
 from .kernels.structs import KEY_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
 from .kernels.tensor_maps import encode
 from .planning import Plan, Step, make_plan
-from .problem import INPUT_NAMES, Operand, Problem, canonical_strides
+from .problem import Operand, Problem, canonical_strides
 from .rules.masks import parts_of
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class _Kernel:
 
     def __init__(self, problem: Problem, *plans: KernelPlan) -> None:
         self.plan = plan = plans[0]
+        names = problem.operation.names
         self._launch = import_cupy().cuda.driver.launchKernel
         self._steps = tuple(
             (
@@ -85,7 +86,7 @@ class _Kernel:
         self._maps = tuple(
             (
                 8 * args.words[f"{box.name}.words"],
-                INPUT_NAMES.index(box.name),
+                names.index(box.name),
                 _Maps(problem.operand(box.name), problem.batch, box),
             )
             for box in plan.boxes
@@ -98,7 +99,7 @@ class _Kernel:
         if "mask" in self._words:
             mask = self._words["mask"]
             self._words |= {name: mask + i for i, name in _mask_words(problem)[1]}
-        self._operands = tuple(self._words[name] for name in INPUT_NAMES if name in self._words)
+        self._operands = tuple(self._words[name] for name in names if name in self._words)
         self._rows = 8 * self._words.get(SAVED_ROWS[0], 0)
 
     def commands(
@@ -251,7 +252,8 @@ class Runner:
                     room = 0
                 elif room is not None and room < self.plan.mask_bytes:
                     workspace = 0
-                wrt = tuple(name for name, out in zip(INPUT_NAMES, outputs, strict=True) if out is not None)
+                names = self.problem.operation.names
+                wrt = tuple(name for name, out in zip(names, outputs, strict=True) if out is not None)
                 request = self._requests.get((wrt, room)) or self._backward(wrt, room, stream)
                 rows = _row_vectors(self.problem, saved)
                 commands = self._backwards.keep(key, self._commands(request, inputs, outputs, workspace, masks, rows))
@@ -405,10 +407,10 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "out_scale": Work(problem, task).side.scale,
         "partial_slots": schedule.partial_slots,
     }
-    out = {"out": f"{task.side}_{task.stationary}", "out_q": f"{task.side}_q"} if task.side else {}
-    strides: dict[str, tuple[int, ...]] = {name: problem.operand(name).strides for name in INPUT_NAMES}
+    strides: dict[str, tuple[int, ...]] = {name: problem.operand(name).strides for name in problem.operation.names}
     strides |= dict.fromkeys((*OUT_ROWS, *SAVED_ROWS), problem.row_strides())
-    strides |= {name: problem.compact_input_strides(x) for name, x in out.items()}
+    if task.side:
+        strides |= {field: problem.compact_input_strides(name) for field, name in task.outputs}
     numbers |= {f"{name}.{axis}": step for name, steps in strides.items() for axis, step in zip(_AXES, steps)}
     return plan.args.pack({name: value for name, value in numbers.items() if name in plan.args})
 

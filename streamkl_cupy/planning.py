@@ -15,14 +15,12 @@ from math import inf
 import numpy as np
 
 from .kernels import KERNELS, combine, key_bits
-from .kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Kernel, KernelPlan, TileRow, Work
+from .kernels.base import Kernel, KernelPlan, TileRow, Work
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
-from .problem import INPUT_NAMES, Problem, counted
+from .problem import Problem, counted
 from .rules.scores import SCORES
 
-MAX_DIM = 256
-MAX_TEACHER_DIM = 576
 MAX_ROWS = 2**30
 
 
@@ -49,13 +47,16 @@ class FusedPlan:
     arguments."""
     workspace_bytes: int
     """Of the pass, and after that what blocks need that share a row tile."""
-    names: tuple[str, str]
-    """The two inputs."""
 
     @property
     def main(self) -> KernelPlan:
         """The pass."""
         return self.kernels[1]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The inputs whose gradients it computes."""
+        return self.main.task.results
 
     def __str__(self) -> str:
         return f"both gradients of the {self.main}, workspace {self.workspace_bytes} B"
@@ -87,7 +88,7 @@ class Plan:
         problem = self.problem
         if 0 in (problem.batch, problem.heads, problem.queries):
             return ()
-        outputs = (("value", "kl"), ("teacher_lse", "teacher_lse"), ("student_lse", "student_lse"))
+        outputs = self.forward.task.outputs
         if self.combine is None:
             return (Step((self.forward,), outputs),)
         if not workspace:
@@ -105,30 +106,29 @@ class Plan:
             NotImplementedError: a gradient that cannot be computed is among them.
         """
         left = room - self.mask_bytes
-        wanted = [name for name in INPUT_NAMES if name in wrt]
+        wanted = [name for name in self.problem.operation.names if name in wrt]
         steps = []
 
-        def add(kernels: tuple[KernelPlan, ...], main: KernelPlan, outputs: dict[str, str], sums: int = 0) -> None:
+        def add(kernels: tuple[KernelPlan, ...], main: KernelPlan, sums: int = 0) -> None:
             partials = main.schedule.partial_bytes
             steps.append(
                 Step(
                     kernels,
-                    tuple(outputs.items()),
+                    main.task.outputs,
                     self.mask_bytes if sums else None,
                     self.mask_bytes + sums if partials and sums + partials <= left else None,
                 )
             )
 
         for fused in self.fused:
-            q, k = fused.names
             sums = fused.workspace_bytes - fused.main.schedule.partial_bytes
-            if q in wanted and k in wanted and sums <= left:
-                add(fused.kernels, fused.main, {"out": k, "out_q": q}, sums)
+            if sums <= left and all(name in wanted for name in fused.names):
+                add(fused.kernels, fused.main, sums)
                 wanted = [name for name in wanted if name not in fused.names]
         for name in wanted:
             kernel = self.gradient(name)
             if self.problem.heads and 0 not in self.problem.input_shape(name):
-                add((kernel,), kernel, {"out": name})
+                add((kernel,), kernel)
         return tuple(steps)
 
     def backward_bytes(self, wrt: Collection[str]) -> int:
@@ -143,8 +143,9 @@ class Plan:
         for key, kernel in self.gradients:
             if key == name:
                 return kernel
+        side = self.problem.operation.operand[name].side
         raise NotImplementedError(
-            f"wrt {name!r}: gradients to this side are {no_gradients(self.problem, name.partition('_')[0])}; built of "
+            f"wrt {name!r}: gradients to this side are {no_gradients(self.problem, side)}; built of "
             f"this call are {[key for key, _ in self.gradients]}"
         )
 
@@ -166,7 +167,7 @@ class Plan:
             *(f"  {fused}" for fused in self.fused),
             *(f"  {side}: a kernel per gradient ({why})" for side, why in self.unfused),
             *(f"  {kernel}" for _, kernel in self.gradients),
-            *(f"  {side}: no gradients ({why})" for side in SIDES if (why := no_gradients(p, side))),
+            *(f"  {side}: no gradients ({why})" for side in p.operation.sides if (why := no_gradients(p, side))),
         ]
         return "\n".join(lines)
 
@@ -196,7 +197,7 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         plan,
         problem=problem,
         forward=forward,
-        combine=combine.plan(Work(problem, FORWARD), forward, facts),
+        combine=combine.plan(Work(problem, forward.task), forward, facts),
         workspace_bytes=plan.mask_bytes + states.bytes(splits * rows),
     )
 
@@ -204,8 +205,8 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
 def no_gradients(problem: Problem, name: str) -> str:
     """What gradients of a side are built for, where those of this one are not; empty where they are."""
     side, meaning = getattr(problem, name), getattr(SCORES[problem.score], name)
-    if side.dim > MAX_DIM:
-        return f"built for head dims up to {MAX_DIM} on CUDA, but the {name}'s is {side.dim}"
+    if side.dim > (most := problem.operation.max_gradient_dim):
+        return f"built for head dims up to {most} on CUDA, but the {name}'s is {side.dim}"
     if side.dtype == "float16" and meaning.largest_slope > 1:
         return (
             f"built in float16 on CUDA for scores with slopes of at most 1, which keep them in its range, but those of "
@@ -249,15 +250,15 @@ def _without_numbers(problem: Problem) -> Problem:
 @lru_cache(maxsize=1024)
 def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     """The plan of a problem without its numbers, its keys not split."""
-    sides = [side for side in SIDES if not no_gradients(problem, side)]
-    wanted = [name for name in INPUT_NAMES if name.startswith(tuple(sides))]
+    op = problem.operation
+    sides = [side for side in op.sides if not no_gradients(problem, side)]
     masked = key_bits.needed(problem)
     mask_bytes = key_bits.mask_bytes(problem) if masked else 0
-    passes = {side: _fused(Work(problem, FUSED[side]), facts) for side in sides}
+    passes = {task.side: _fused(Work(problem, task), facts) for task in op.fused if task.side in sides}
     return Plan(
         problem=problem,
-        forward=_alone(Work(problem, FORWARD), facts),
-        gradients=tuple((name, _alone(Work(problem, GRADIENTS[name]), facts)) for name in wanted),
+        forward=_alone(Work(problem, op.forward), facts),
+        gradients=tuple((task.name, _alone(Work(problem, task), facts)) for task in op.gradients if task.side in sides),
         workspace_bytes=mask_bytes,
         key_bits=key_bits.plan(problem, facts) if masked else None,
         mask_bytes=mask_bytes,
@@ -299,7 +300,7 @@ def _fused(work: Work, facts: DeviceFacts) -> tuple[FusedPlan | None, str]:
     kernels = kernel.plans(work, facts, reason)
     partial_bytes = max(x.schedule.partial_bytes for x in kernels)
     own_bytes = kernel.workspace_bytes(work, kernel.tile(work, facts))
-    return FusedPlan(side, kernels, own_bytes + partial_bytes, (f"{side}_q", f"{side}_k")), reason
+    return FusedPlan(side, kernels, own_bytes + partial_bytes), reason
 
 
 def _key_tiles(problem: Problem, tile: TileRow) -> int:

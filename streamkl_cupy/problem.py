@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
+
+from .ops import ATTENTION_KL, OPS, Op
+from .ops.attention_kl import INPUT_NAMES as INPUT_NAMES
+from .ops.attention_kl import STUDENT as STUDENT
+from .ops.attention_kl import InputName as InputName
+from .ops.attention_kl import Wrt as Wrt
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
-
-InputName = Literal["teacher_q", "teacher_k", "student_q", "student_k"]
-Wrt: TypeAlias = tuple[InputName, ...]
-INPUT_NAMES: Final = ("teacher_q", "teacher_k", "student_q", "student_k")
-STUDENT: Final = ("student_q", "student_k")
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -122,11 +123,18 @@ class Problem:
     """By its name in the registry."""
     score: str = "dot"
     """The same of what dot products mean."""
+    op: str = ATTENTION_KL.name
+    """The operation, by its name among `OPS`."""
+
+    @property
+    def operation(self) -> Op:
+        """The record of the operation."""
+        return OPS[self.op]
 
     def operand(self, name: str) -> Operand:
         """The operand an input name such as "student_k" stands for."""
-        side, _, which = name.partition("_")
-        return getattr(getattr(self, side), which)  # type: ignore[no-any-return]
+        spec = self.operation.operand[name]
+        return getattr(getattr(self, spec.side), spec.rows)  # type: ignore[no-any-return]
 
     @property
     def stat_dtype(self) -> str:

@@ -24,9 +24,9 @@ from . import frameworks, validate
 from .advice.signatures import public
 from .arguments import a_kind_of
 from .arrays import RowStats
-from .call import ATTENTION_KL, Call, SavedArrays
+from .call import Call, SavedArrays
+from .ops import ATTENTION_KL
 from .options import MASK_ARRAYS, NO_MASKS, TABLE, LossOptions, Options
-from .problem import INPUT_NAMES
 from .results import KLForward, KLForwardMass
 from .rules import masks as rules
 from .rules import reductions
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .patterns import BlockPattern
 
 __all__ = ["attention_kl"]
+
+_NAMES = ATTENTION_KL.names
 
 _NO_SECOND_ORDER = (
     "streamkl_cupy.attention_kl has first-order gradients only: its backward cannot be differentiated again. "
@@ -49,7 +51,7 @@ _NO_FORWARD_MODE = (
 
 def loss(inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOptions) -> Any:
     """`attention_kl` of arrays and options by name."""
-    for name, x in zip(INPUT_NAMES, inputs):
+    for name, x in zip(_NAMES, inputs):
         if not isinstance(x, Tensor):
             raise validate.not_of("torch", name, x)
     validate.loss(asked)
@@ -66,7 +68,7 @@ def loss(inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOptions) -> 
         dynamo = torch.compiler.is_dynamo_compiling()
         kl, teacher_lse, student_lse = _in_graph(dynamo, *inputs, *masks, *_with_key(call.options))
     else:
-        for name, x in zip((*INPUT_NAMES, *MASK_ARRAYS), (*inputs, *masks)):
+        for name, x in zip((*_NAMES, *MASK_ARRAYS), (*inputs, *masks)):
             if type(x) is not Tensor and x is not None:
                 _refuse_distributed(name, x)
         kl, teacher_lse, student_lse = _AttentionKL.apply(*inputs, *masks, call.options, None)  # type: ignore[no-untyped-call]
@@ -76,7 +78,7 @@ def loss(inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOptions) -> 
 def _launched(call: Call, asked: LossOptions) -> Any:
     """The same where nothing but autograd looks on."""
     ready, weight = call.ready(), asked.row_weight
-    like = call.operands[2]
+    like = call.operands[call.op.at]
     if weight is not None:
         _check_weight(weight, like, ready.checked.row_shape)
     if not _differentiated(call.operands):
@@ -280,13 +282,13 @@ _legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda
 
 # Where the arguments of the operators begin that are not inputs: arrays of masks, options, and what is beyond them. In
 # front of these the backward operator takes what is saved, and which gradients are wanted.
-_MASKS = len(INPUT_NAMES)
+_MASKS = len(_NAMES)
 _OPTIONS = _MASKS + len(MASK_ARRAYS)
 _SCALES = _OPTIONS + len(TABLE)
 _SAVED = len(("grad", "teacher_lse", "student_lse", "kl", "wanted"))
 _SCHEMA = ", ".join(
     (
-        *(f"Tensor {name}" for name in INPUT_NAMES),
+        *(f"Tensor {name}" for name in _NAMES),
         *(f"Tensor? {name}" for name in MASK_ARRAYS),
         *(f"{row.schema} {name}" for name, row in TABLE.items()),
         "Tensor? scales=None",
@@ -343,12 +345,12 @@ def _differentiate(ctx: Any, grad: Tensor | None, backward: Any) -> tuple[Tensor
 
 @functools.lru_cache(maxsize=16)
 def _names(wanted: tuple[bool, ...]) -> tuple[str, ...]:
-    return tuple(name for name, w in zip(INPUT_NAMES, wanted) if w)
+    return tuple(name for name, w in zip(_NAMES, wanted) if w)
 
 
 @functools.lru_cache(maxsize=256)
 def _reads_value(divergence: str, wanted: tuple[bool, ...]) -> bool:
-    return bool(validate.reads_value(divergence, _names(wanted)))
+    return bool(validate.reads_value(ATTENTION_KL, divergence, _names(wanted)))
 
 
 def _refuse_second_order(ctx: Any, *grads: Any) -> NoReturn:
@@ -476,7 +478,7 @@ def _launch_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wrt = _names(tuple(wanted))
     call = _unpacked(args[_SAVED:])
     ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl))
-    a, b, c, d = (call.operands[2].new_empty(0) if g is None else g for g in ready.backward(wrt))
+    a, b, c, d = (call.operands[call.op.at].new_empty(0) if g is None else g for g in ready.backward(wrt))
     return a, b, c, d
 
 
@@ -605,7 +607,7 @@ class _Fold:
     """Makes the axis that vmap adds part of the batch axis, and takes it out of the results again."""
 
     def __init__(self, size: int, call: Call, dims: Call) -> None:
-        example, dim = call.operands[2], dims.operands[2]
+        example, dim = call.operands[call.op.at], dims.operands[dims.op.at]
         self.size = size
         self.rank = example.dim() - (dim is not None)
         self.head_axis = 2 if call.options.layout == "bnhd" else 1

@@ -17,43 +17,46 @@ from .arguments import a_kind_of, choice, listed, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
 from .frameworks import conversion, framework_of
 from .frameworks.base import dtype_label, known
-from .kernels.base import SIDES
+from .ops import ATTENTION_KL, Op
 from .options import LAYOUTS, REDUCTIONS, LossOptions, Options
-from .planning import MAX_DIM, MAX_TEACHER_DIM, no_gradients
-from .problem import INPUT_NAMES, Operand, Problem, Side, Wrt, canonical_strides, compact_strides
+from .planning import no_gradients
+from .problem import Operand, Problem, Side, canonical_strides, compact_strides
 from .rules import masks as rules
 from .rules.divergences import DIVERGENCES
 
 MAX_SCALE = 2e38  # times log2(e) it must still be a float32
-WRT_EXAMPLE = 'wrt=("student_q", "student_k")'
 
 
-def wanted(wrt: Any) -> Wrt:
+def _example(op: Op) -> str:
+    names = ", ".join(f'"{name}"' for name in op.wrt)
+    return f"wrt=({names})"
+
+
+def wanted(op: Op, wrt: Any) -> tuple[str, ...]:
     """The names of `wrt`, checked."""
     if isinstance(wrt, str):
         raise TypeError(f"wrt={wrt!r} is a string; write it as a tuple: wrt=({wrt!r},)")
     if not isinstance(wrt, (tuple, list)):
-        raise TypeError(f"wrt is {a_kind_of(wrt)}; pass a tuple of argument names, such as {WRT_EXAMPLE}")
+        raise TypeError(f"wrt is {a_kind_of(wrt)}; pass a tuple of argument names, such as {_example(op)}")
     for name in wrt:
-        if not isinstance(name, str) or name not in INPUT_NAMES:
-            raise ValueError(f"wrt names {name!r}; allowed are {listed(INPUT_NAMES)}")
+        if not isinstance(name, str) or name not in op.names:
+            raise ValueError(f"wrt names {name!r}; allowed are {listed(op.names)}")
     if not wrt:
-        raise ValueError(f"wrt is empty; name at least one input, such as {WRT_EXAMPLE}")
+        raise ValueError(f"wrt is empty; name at least one input, such as {_example(op)}")
     if len(set(wrt)) != len(wrt):
         raise ValueError(f"wrt={tuple(wrt)!r} names an input twice; name each once")
     return tuple(wrt)
 
 
 @lru_cache(maxsize=256)
-def reads_value(divergence: str, wrt: tuple[str, ...]) -> tuple[str, ...]:
+def reads_value(op: Op, divergence: str, wrt: tuple[str, ...]) -> tuple[str, ...]:
     """The inputs among those named whose gradients read the row's value."""
-    sides = DIVERGENCES[divergence].needs_value
-    return tuple(name for name in wrt if name.startswith(sides))
+    return op.on(DIVERGENCES[divergence].needs_value, wrt)
 
 
-def value_given(kl: Any, divergence: str, wrt: tuple[str, ...]) -> None:
+def value_given(op: Op, kl: Any, divergence: str, wrt: tuple[str, ...]) -> None:
     """Refuse gradients that read the row's value where none came."""
-    reading = reads_value(divergence, wrt)
+    reading = reads_value(op, divergence, wrt)
     if kl is None and reading:
         raise ValueError(
             f"wrt asks for {reading[0]}, whose gradient needs the row values: pass the whole result of "
@@ -93,12 +96,14 @@ def gradients_built(problem: Problem, wrt: tuple[str, ...]) -> None:
     """Refuse gradients that no kernel computes."""
     if problem.device.kind != "cuda":
         return
-    lacking = {side: reason for side in SIDES if (reason := no_gradients(problem, side))}
+    op = problem.operation
+    lacking = {side: reason for side in op.sides if (reason := no_gradients(problem, side))}
     for side, reason in lacking.items():
-        if any(name.startswith(side) for name in wrt):
-            rest = [name for name in INPUT_NAMES if not name.startswith(tuple(lacking))]
+        if op.on((side,), wrt):
+            rest = op.on(set(op.sides) - set(lacking), op.names)
+            names = " and ".join(x.name for x in op.side(side))
             raise NotImplementedError(
-                f"gradients to {side}_q and {side}_k are {reason}; built for it: wrt of {listed(rest) or 'nothing'}"
+                f"gradients to {names} are {reason}; built for it: wrt of {listed(rest) or 'nothing'}"
             )
 
 
@@ -154,9 +159,8 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
                 f"{len(tq.shape)}; all four inputs have the same number"
             )
     extents = {view.name: _extents(view, chosen.layout) for view in inputs}
-    sides = (("teacher", tq, tk, MAX_TEACHER_DIM), ("student", sq, sk, MAX_DIM))
-    for side, q, k, limit in sides:
-        _check_side(side, q, k, extents, limit)
+    for side, q, k in (("teacher", tq, tk), ("student", sq, sk)):
+        _check_side(side, q, k, extents, ATTENTION_KL.operand[q.name].max_dim)
     for axis, (what, plural) in enumerate((("batch", "batch entries"), ("query heads", "heads"), ("queries", "rows"))):
         _must_agree("student_q", "teacher_q", what, plural, extents, axis)
     _must_agree("student_k", "teacher_k", "keys", "keys", extents, 2)

@@ -16,7 +16,8 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import KLForward, KLGradients, arrays, call, frameworks
-from streamkl_cupy.call import ATTENTION_KL, Call
+from streamkl_cupy.call import Call
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import LossOptions, Options
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules import reductions
@@ -622,7 +623,7 @@ def test_no_usable_gpu() -> None:
     assert "numpy" in str(streamkl_cupy.plan(*shapes))
     streamkl_cupy.warmup(*shapes)
     pytest.importorskip("cupy")
-    there = call.outline(tuple(shapes), arrays.cuda(0))
+    there = call.outline(ATTENTION_KL, tuple(shapes), arrays.cuda(0))
     with pytest.raises(streamkl_cupy.DriverError, match="GPU 0 cannot be used"):
         call.prepare(there, Options())
 

@@ -10,8 +10,9 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import arrays, call, frameworks
-from streamkl_cupy.call import ATTENTION_KL, Call
+from streamkl_cupy.call import Call
 from streamkl_cupy.frameworks.jax import xla_deterministic
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.testing.problems import make
 
 

@@ -11,8 +11,9 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import arrays, call, frameworks, patterns, planning
-from streamkl_cupy.call import ATTENTION_KL, Call
+from streamkl_cupy.call import Call
 from streamkl_cupy.kernels import KERNELS, gpus, shares, work_tiles
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.testing import reference

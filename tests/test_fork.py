@@ -12,6 +12,7 @@ import pytest
 
 from streamkl_cupy import DriverError, arrays, call
 from streamkl_cupy.concurrency import locks
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import Options
 
 ROOT = Path(__file__).parents[1]
@@ -257,7 +258,7 @@ def test_cuda_is_refused_in_a_child_of_one_that_used_it(monkeypatch: pytest.Monk
         shape, dtype = (2, 8, 16), "float16"
 
     monkeypatch.setattr(call, "_cuda_generation", locks.generation() - 1)
-    views = call.outline((Shape(), Shape(), Shape(), Shape()), arrays.cuda(0))
+    views = call.outline(ATTENTION_KL, (Shape(), Shape(), Shape(), Shape()), arrays.cuda(0))
     with pytest.raises(DriverError, match=r"forked after its parent had used CUDA.*spawn"):
         call.prepare(views, Options())
     with pytest.raises(DriverError, match="spawn"):

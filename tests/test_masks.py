@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy import numpy_backend, patterns
-from streamkl_cupy.call import ATTENTION_KL, Call
+from streamkl_cupy.call import Call
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import MASK_ARRAYS
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules import masks

@@ -16,9 +16,10 @@ from streamkl_cupy import patterns
 from streamkl_cupy.compiler import catalogue
 from streamkl_cupy.errors import DriverError
 from streamkl_cupy.kernels import KERNELS, combine, gpus
-from streamkl_cupy.kernels.base import FORWARD, FUSED, GRADIENTS, SIDES, Work
+from streamkl_cupy.kernels.base import Work
 from streamkl_cupy.kernels.work_tiles import survey
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
 from streamkl_cupy.rules.divergences import DIVERGENCES
@@ -64,7 +65,7 @@ def test_tiles_are_the_same_whatever_was_planned_before(arch: str, rng: np.rando
         for types in catalogue.ELEMENT_TYPES
         for mask in catalogue.MASK_CASES
         for divergence in DIVERGENCES
-        for task in GRADIENTS.values()
+        for task in ATTENTION_KL.gradients
         for kernel in KERNELS[task.kind]
     ]
     for i in rng.permutation(len(cases)):
@@ -195,7 +196,7 @@ def test_both_gradients_of_a_side_share_a_pass_where_that_can_be() -> None:
         unfused = plan(**what)
         assert unfused.fused == ()
         assert unfused.backward_bytes(INPUT_NAMES) == 0
-        for side in SIDES:
+        for side in ATTENTION_KL.sides:
             assert re.search(f"{side}: a kernel per gradient .*{why}", str(unfused))
     assert plan().unfused == ()
 
@@ -244,7 +245,7 @@ def test_a_tile_with_all_keys_needs_no_sums_of_the_queries_gradient(deterministi
 @pytest.mark.parametrize("kind", ["forward", "gradient"])
 def test_registers_of_warpgroups_fit_what_a_launch_gets(kind: str) -> None:
     masks = (MaskSpec(), MaskSpec(("keys",)), MaskSpec(("window", "lengths", "keys")))
-    tasks = [FORWARD] if kind == "forward" else list(GRADIENTS.values())
+    tasks = [ATTENTION_KL.forward] if kind == "forward" else list(ATTENTION_KL.gradients)
     kernel = KERNELS[kind][0]
     for task, mask in itertools.product(tasks, masks):
         work = Work(problem(mask=mask), task)
@@ -300,7 +301,7 @@ def test_few_queries_of_heads_that_share_keys_are_packed(
 ) -> None:
     what = problem(M=M, N=65536, dims=(128, 128), heads=heads)
     sides = (replace(side, k=replace(side.k, heads=k)) for side, k in zip((what.teacher, what.student), key_heads))
-    what = replace(what, **dict(zip(SIDES, sides)))
+    what = replace(what, **dict(zip(ATTENTION_KL.sides, sides)))
     forward = make_plan(what, facts_for_arch("sm_90")).forward
     together = gcd(*(heads // k for k in key_heads))
     assert forward.tile is not None
@@ -398,7 +399,7 @@ def test_more_heads_than_two_grid_axes_could_hold() -> None:
 
 
 def test_tile_rows_say_why_and_make_whole_products() -> None:
-    tasks = (FORWARD, *GRADIENTS.values(), *FUSED.values())
+    tasks = (ATTENTION_KL.forward, *ATTENTION_KL.gradients, *ATTENTION_KL.fused)
     for task, dtypes in itertools.product(tasks, (("bfloat16",) * 2, ("float32",) * 2)):
         for kernel in KERNELS[task.kind]:
             for row in kernel.table(Work(problem(dtypes=dtypes), task)):

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from streamkl_cupy import validate
 from streamkl_cupy.arrays import Saved
-from streamkl_cupy.call import ATTENTION_KL, Call, runner_for
+from streamkl_cupy.call import Call, runner_for
 from streamkl_cupy.compiler import catalogue
 from streamkl_cupy.compiler.source import cuda_root, flatten
 from streamkl_cupy.frameworks import describe
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.numpy_backend.block import LOG2E
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.planning import make_plan
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules.scores import SCORES

@@ -34,9 +34,10 @@ from streamkl_cupy.cli.cases import home_of, numpy_type, to_float64, torch_missi
 from streamkl_cupy.cli.values import positive, results, seconds, whole
 from streamkl_cupy.compiler import catalogue
 from streamkl_cupy.errors import StreamKLError
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.patterns.families import MOST_HEADS
 from streamkl_cupy.patterns.pattern import MAX_BLOCK, UNIT
-from streamkl_cupy.planning import MAX_DIM, MAX_ROWS
+from streamkl_cupy.planning import MAX_ROWS
 from streamkl_cupy.testing.timing import Call, DeviceTimer, HostTimer, Timer, Variant, measure
 
 EPILOG = """\
@@ -60,6 +61,7 @@ Exit code: 0 all of this package ran and was right, 1 not all, 2 wrong arguments
 PASSES = ("forward", "backward", "deterministic")
 GROUPS = ("window", "packed", "sharded")
 OURS, FLEX = "streamkl_cupy", "FlexAttention"
+MAX_DIM = ATTENTION_KL.max_gradient_dim
 LIMIT = 1.25
 MOST_SETS = 32
 SHARES = (8, 16)
@@ -724,7 +726,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--sizes", nargs="+", type=positive, metavar="N", help="rows and keys (16384 65536; CPU 1024)")
     parser.add_argument("--heads", type=whole(1, MOST_HEADS), metavar="H", help="(8 up to 32k, 4 beyond; CPU 2)")
     parser.add_argument(
-        "--dim", type=whole(1, MAX_DIM), default=128, metavar="D", help="head dim of both sides (%(default)s)"
+        "--dim",
+        type=whole(1, MAX_DIM),
+        default=128,
+        metavar="D",
+        help="head dim of both sides (%(default)s)",
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="(bfloat16; CPU float32)")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="cases (all)")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from ..planning import MAX_DIM, MAX_TEACHER_DIM
+from ..ops import ATTENTION_KL
 
 
 def dims(text: str) -> tuple[int, int]:
@@ -16,9 +16,10 @@ def dims(text: str) -> tuple[int, int]:
         teacher, student = int(first), int(second or first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no head dim; write 128, or teacher/student as 192/128") from None
-    if not (1 <= teacher <= MAX_TEACHER_DIM and 1 <= student <= MAX_DIM):
+    wide, narrow = (ATTENTION_KL.side(side)[0].max_dim for side in ATTENTION_KL.sides)
+    if not (1 <= teacher <= wide and 1 <= student <= narrow):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is out of range; the teacher's may be 1 to {MAX_TEACHER_DIM}, the student's 1 to {MAX_DIM}"
+            f"{text!r} is out of range; the teacher's may be 1 to {wide}, the student's 1 to {narrow}"
         )
     return teacher, student
 

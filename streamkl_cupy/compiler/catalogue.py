@@ -26,7 +26,7 @@ from .. import patterns
 from ..concurrency.threads import usable_cores
 from ..errors import CompilerError
 from ..kernels import combine
-from ..kernels.base import FORWARD, PLANES, KernelPlan, Work
+from ..kernels.base import PLANES, KernelPlan, Work
 from ..kernels.gpus import facts_for_arch
 from ..kernels.work_tiles import Schedule
 from ..planning import make_plan
@@ -219,7 +219,7 @@ def entries(
                     refused.append(f"{label}: {reason}")
                     continue
                 # Whether keys are split hangs on the numbers of a call.
-                joined = plan.combine or combine.plan(Work(plan.problem, FORWARD), plan.forward, facts)
+                joined = plan.combine or combine.plan(Work(plan.problem, plan.forward.task), plan.forward, facts)
                 passes = [fused.main for fused in plan.fused] + ([plan.key_bits] if plan.key_bits else [])
                 for kernel in (plan.forward, joined, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.

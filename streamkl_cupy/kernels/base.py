@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from ..compiler.source import flatten
-from ..problem import INPUT_NAMES, Operand, Problem, Side, counted
+from ..ops import Task
+from ..problem import Operand, Problem, Side, counted
 from ..rules.divergences import DIVERGENCES
 from ..rules.masks import parts_of, registers
 from ..rules.scores import SCORES
@@ -27,35 +28,10 @@ ELEMENT_CODES = {"bfloat16": "kBf16", "float16": "kF16", "float32": "kF32"}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 PLANES = {"highest": 3, "high": 2}
 
-SIDES = ("teacher", "student")
 MAX_GRID = 2**31 - 1
 # Streamed tiles of a row tile that make it count as one more: so many that its sums cost nothing, and so many that more
 # blocks are worth them.
 STEPS_WORTH_SHARING = (128, 16)
-
-
-class Task(NamedTuple):
-    """One kernel's part of a problem."""
-
-    kind: str
-    """ "forward"; "gradient" of one input; "fused", both gradients of a side; "combine", "key_bits"."""
-    side: str = ""
-    """The side that is differentiated."""
-    stationary: str = "q"
-    """The operand whose rows stay with a block, "q" or "k", while the other's are streamed; of a gradient the one that
-    it is of."""
-
-    @property
-    def name(self) -> str:
-        """What the task makes, for people and as a key."""
-        if self.kind == "gradient":
-            return f"{self.side}_{self.stationary}"
-        return self.side or self.kind
-
-
-FORWARD = Task("forward")
-GRADIENTS = {task.name: task for task in (Task("gradient", *name.split("_")) for name in INPUT_NAMES)}
-FUSED = {side: Task("fused", side, "k") for side in SIDES}
 
 
 @dataclass(frozen=True)
@@ -414,19 +390,20 @@ class Kernel(ABC, Generic[Row]):
         if self.shares_tiles:
             constants["SKL_SHARED"] = int(tile.shared)
             constants["SKL_LEAST_STEPS"] = LEAST_STEPS
+        headers: dict[str, str | tuple[str, ...]] = {
+            "divergence": DIVERGENCES[problem.divergence].header,
+            "score": SCORES[problem.score].header,
+            "mask": (*(part.header for part in parts), "masks/all.cuh"),
+        }
         if task.side:
-            constants["SKL_GRAD_SIDE"] = SIDES.index(task.side)
+            constants["SKL_GRAD_SIDE"] = problem.operation.sides.index(task.side)
         return KernelPlan(
             task=task,
             entry=f"kernels/{self.kind}_{self.family}.cu",
             symbol=f"streamkl_{self.kind}",
             arch=self.flag(facts),
             constants=tuple(sorted(constants.items())),
-            slots=(
-                ("divergence", DIVERGENCES[problem.divergence].header),
-                ("score", SCORES[problem.score].header),
-                ("mask", (*(part.header for part in parts), "masks/all.cuh")),
-            ),
+            slots=tuple((rule, headers[rule]) for rule in problem.operation.rules),
             args=self.args,
             regions=self.regions(work, tile),
             blocks=self.blocks(blocks, tile, facts),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..ops import Task
 from ..problem import Problem
 from ..rules.divergences import DIVERGENCES
 from ..rules.masks import Scene, key_range, parts_of
-from .base import KernelPlan, Task, Work
+from .base import KernelPlan, Work
 from .gpus import DeviceFacts
 from .structs import FORWARD
 from .work_tiles import TILES_TO_START

@@ -175,8 +175,11 @@ class _Fused(Hopper[_Row]):
     def boxes(self, work: Work, tile: _Row) -> tuple[Box, ...]:
         if _score_side(work, tile)[0] == chunks(work.other_side.dim):
             return super().boxes(work, tile)
-        other = "student_k" if work.task.side == "teacher" else "teacher_k"
-        return tuple(x._replace(rows=COLUMNS) if x.name == other else x for x in super().boxes(work, tile))
+        specs = work.problem.operation.operand
+        return tuple(
+            x._replace(rows=COLUMNS) if specs[x.name].rows == "k" and specs[x.name].side != work.task.side else x
+            for x in super().boxes(work, tile)
+        )
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
         hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2 and not tile.shared

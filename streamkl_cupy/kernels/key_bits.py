@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..ops import Task
 from ..problem import Problem
 from ..rules.masks import parts_of
-from .base import KernelPlan, Task
+from .base import KernelPlan
 from .gpus import DeviceFacts
 from .structs import KEY_BITS as ARGS
 from .structs import key_words

@@ -9,7 +9,7 @@ bytes of shared memory, and what its kernel says besides.
 
 from __future__ import annotations
 
-from ..problem import INPUT_NAMES, Side
+from ..problem import Side
 from .base import ELEMENT_BYTES, Kernel, TileRow, Work, vector_loads
 from .gpus import DeviceFacts
 
@@ -46,8 +46,8 @@ class Portable(Kernel[TileRow]):
 
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
         loads = {
-            f"SKL_{name[0].upper()}{name[-1].upper()}_VECTOR": int(vector_loads(work.problem.operand(name)))
-            for name in INPUT_NAMES
+            f"SKL_{x.side[0].upper()}{x.rows.upper()}_VECTOR": int(vector_loads(work.problem.operand(x.name)))
+            for x in work.problem.operation.operands
         }
         return {**loads, "SKL_MIN_BLOCKS": tile.min_blocks, "SKL_UNROLL": tile.unroll}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar, TypeVar
 
-from ..problem import INPUT_NAMES
+from ..ops import OperandSpec
 from .base import Box, Kernel, TileRow, Work
 from .gpus import DeviceFacts
 from .tensor_maps import no_map
@@ -45,7 +45,7 @@ class Hopper(Kernel[Row]):
             return "a tensor map cannot be empty"
         if work.rows_are_keys and problem.queries < self.min_queries * max(problem.sequences, 1):
             return f"fewer than {self.min_queries} queries do not fill its pipeline"
-        for name in INPUT_NAMES:
+        for name in problem.operation.names:
             if reason := no_map(problem.operand(name)):
                 return f"{name}: {reason}"
         if reason := self.lacks(work):
@@ -66,13 +66,13 @@ class Hopper(Kernel[Row]):
         return {"SKL_ARRIVING_LANES": ARRIVING_LANES}
 
     def boxes(self, work: Work, tile: Row) -> tuple[Box, ...]:
-        def box(name: str) -> Box:
-            rows = tile.rows if name.endswith(work.task.stationary) else tile.columns
-            if work.packed_rows and name.endswith("q"):
-                return Box(name, work.packed_rows, rows // work.packed_rows)
-            return Box(name, rows)
+        def box(x: OperandSpec) -> Box:
+            rows = tile.rows if x.rows == work.task.stationary else tile.columns
+            if work.packed_rows and x.rows == "q":
+                return Box(x.name, work.packed_rows, rows // work.packed_rows)
+            return Box(x.name, rows)
 
-        return tuple(map(box, INPUT_NAMES))
+        return tuple(map(box, work.problem.operation.operands))
 
 
 def chunks(dim: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..problem import INPUT_NAMES
+from ..ops import ATTENTION_KL
 from ..rules.masks import most_words
 
 # C spelling and code of `struct`. `u64` is what a call fills in: addresses, and the words of tensor maps.
@@ -256,7 +256,7 @@ EXTENTS = Struct(
         Field("mask", "i64", "of each part its integers, then its addresses, in the registry's order", MASK_WORDS),
     ),
 )
-INPUTS = Struct("Inputs", tuple(Field(name, TENSOR4) for name in INPUT_NAMES))
+INPUTS = Struct("Inputs", tuple(Field(name, TENSOR4) for name in ATTENTION_KL.names))
 
 OUT_ROWS = ("value", "teacher_lse", "student_lse")
 """What a forward writes, nats."""
@@ -308,7 +308,7 @@ KEY_BITS = Struct(
 
 
 def _with_maps(name: str, base: str, args: Struct) -> Struct:
-    return Struct(name, (*(Field(x, TENSOR_MAP) for x in INPUT_NAMES), Field(base, args)))
+    return Struct(name, (*(Field(x, TENSOR_MAP) for x in ATTENTION_KL.names), Field(base, args)))
 
 
 HOPPER_FORWARD = _with_maps("HopperForwardArgs", "base", FORWARD)

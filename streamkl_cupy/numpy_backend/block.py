@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..concurrency.threads import Turn
+from ..ops import Op
 from ..problem import Side
 from ..rules.masks import Scene
 from ..rules.scores.interface import Meaning
@@ -59,9 +60,9 @@ def _not_finite(x: Array) -> Array | None:
     return bad if bad.any() else None
 
 
-def rows_at(views: dict[str, Array], place: Place) -> dict[str, Array]:
+def rows_at(op: Op, views: dict[str, Array], place: Place) -> dict[str, Array]:
     """The rows of a place of each operand or gradient."""
-    return {name: x[:, :, place.q if name.endswith("_q") else place.k] for name, x in views.items()}
+    return {name: x[:, :, place.q if op.operand[name].rows == "q" else place.k] for name, x in views.items()}
 
 
 class Scratch:

@@ -33,7 +33,7 @@ import numpy as np
 
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
 from ..concurrency.threads import Team, Turn
-from ..problem import INPUT_NAMES, Problem
+from ..problem import Problem
 from ..rules import masks as rules
 from ..rules.divergences import DIVERGENCES
 from ..rules.scores import SCORES
@@ -136,6 +136,7 @@ class Runner:
         Raises:
             ValueError: lengths or sequence bounds that do not fit; nothing has been written then.
         """
+        op = self.problem.operation
         places, count = self._places(masks)
         views = self._views(inputs)
         rows = [self._rows(x) for x in outputs]
@@ -145,7 +146,7 @@ class Runner:
 
         def tasks() -> Iterator[_ForwardTask]:
             for place in places:
-                here, out_rows = rows_at(views, place), [x[:, :, place.q] for x in rows]
+                here, out_rows = rows_at(op, views, place), [x[:, :, place.q] for x in rows]
                 for b, h in self._groups(place):
                     for at in self._blocks(place, b, h):
                         yield _ForwardTask(place, at, here, out_rows)
@@ -175,6 +176,7 @@ class Runner:
         Raises:
             ValueError: lengths or sequence bounds that do not fit; nothing has been written then.
         """
+        op = self.problem.operation
         places, count = self._places(masks)
         views, grads = self._views(inputs), self._views(outputs)
         rows = {name: self._rows(x) for name, x in zip(Saved._fields, saved, strict=True) if x is not None}
@@ -183,7 +185,7 @@ class Runner:
 
         def groups() -> Iterator[_Group]:
             for place in places:
-                here, grads_here = rows_at(views, place), rows_at(grads, place)
+                here, grads_here = rows_at(op, views, place), rows_at(op, grads, place)
                 rows_here = {name: x[:, :, place.q] for name, x in rows.items()}
                 for b, h in self._groups(place):
                     keys = {
@@ -229,7 +231,9 @@ class Runner:
     def _views(self, arrays: Inputs | Gradients) -> dict[str, Array]:
         layout = self.problem.layout
         return {
-            name: canonical(host(x), layout, 1) for name, x in zip(INPUT_NAMES, arrays, strict=True) if x is not None
+            name: canonical(host(x), layout, 1)
+            for name, x in zip(self.problem.operation.names, arrays, strict=True)
+            if x is not None
         }
 
     def _rows(self, x: ArrayView) -> Array:
