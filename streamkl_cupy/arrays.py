@@ -86,8 +86,7 @@ def compact(shape: tuple[int, ...], size: int) -> tuple[tuple[int, ...], int]:
 
 
 @lru_cache(maxsize=4096)
-@lru_cache(maxsize=4096)
-def settle(
+def in_elements(
     shape: tuple[int, ...], strides: tuple[int, ...], unit: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Plain shape, and strides in elements of a size of `unit`; None where they are not whole elements.
@@ -97,17 +96,17 @@ def settle(
     """
     if 0 in shape:
         return tuple(shape), compact_strides(tuple(shape))
-    settled = [0] * len(shape)
+    found = [0] * len(shape)
     inner = 1
     for axis in range(len(shape) - 1, -1, -1):
         if shape[axis] == 1:
-            settled[axis] = inner
+            found[axis] = inner
         else:
-            settled[axis], odd = divmod(strides[axis], unit)
+            found[axis], odd = divmod(strides[axis], unit)
             if odd:
                 return None
-        inner = settled[axis] * shape[axis]
-    return tuple(shape), tuple(settled)
+        inner = found[axis] * shape[axis]
+    return tuple(shape), tuple(found)
 
 
 class _Memory:

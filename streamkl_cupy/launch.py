@@ -210,7 +210,7 @@ class Runner:
         """
         a, b, c, d = inputs
         x, y, z = outputs
-        key = (a.ptr, b.ptr, c.ptr, d.ptr, x.ptr, y.ptr, z.ptr, workspace, masks and _places(masks))
+        key = (a.ptr, b.ptr, c.ptr, d.ptr, x.ptr, y.ptr, z.ptr, workspace, masks and _mask_key(masks))
         before = self._make_current()
         try:
             commands = self._forwards.get(key)
@@ -242,7 +242,7 @@ class Runner:
             (a.ptr, b.ptr, c.ptr, d.ptr, workspace, room),
             tuple([0 if x is None else x.ptr for x in outputs]),
             tuple([None if x is None else (x.ptr, x.strides) for x in saved]),
-            masks and _places(masks),
+            masks and _mask_key(masks),
         )
         before = self._make_current()
         try:
@@ -330,8 +330,7 @@ class Runner:
 
     def _backward(self, wrt: tuple[str, ...], room: int | None, stream: int | None) -> Request:
         steps = self.plan.backward_steps(wrt, inf if room is None else room)
-        zeros = () if self.problem.heads else tuple(name for name in wrt if 0 not in self.problem.input_shape(name))
-        return self._requests.setdefault((wrt, room), self._loaded(steps, stream, zeros))
+        return self._requests.setdefault((wrt, room), self._loaded(steps, stream, self.plan.zeros(wrt)))
 
     def _loaded(self, steps: tuple[Step, ...], stream: int | None, zeros: tuple[str, ...] = ()) -> Request:
         """All kernels before any launch: what cannot be built must fail before anything is written."""
@@ -352,7 +351,7 @@ class Runner:
         return self._kernels.setdefault(plans, _Kernel(self.problem, *plans))
 
 
-def _places(masks: MaskArrays) -> tuple[Any, ...]:
+def _mask_key(masks: MaskArrays) -> tuple[Any, ...]:
     """What a call may differ by in the arrays of its mask."""
     return tuple([(x.ptr, x.shape, x.strides) for x in masks.values()])
 

@@ -15,7 +15,7 @@ from math import inf
 import numpy as np
 
 from .kernels import KERNELS, combine, key_bits
-from .kernels.base import Kernel, KernelPlan, TileRow, Work
+from .kernels.base import Kernel, KernelPlan, TileRow, Work, shared
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
 from .problem import Problem, counted
@@ -131,6 +131,12 @@ class Plan:
                 add((kernel,), kernel)
         return tuple(steps)
 
+    def zeros(self, wrt: Collection[str]) -> tuple[str, ...]:
+        """Those of these gradients that no step writes, since no query head adds to them: a backward clears them."""
+        if self.problem.heads:
+            return ()
+        return tuple(name for name in wrt if 0 not in self.problem.input_shape(name))
+
     def backward_bytes(self, wrt: Collection[str]) -> int:
         """Workspace of a backward for these inputs; without it each gradient is computed by its own kernel, and no
         row tile is shared."""
@@ -219,8 +225,7 @@ def _shared(plan: Plan, problem: Problem, facts: DeviceFacts) -> Plan:
     """The plan with few row tiles of its gradients shared by blocks, as the mask's numbers have it."""
 
     def share(kernel: KernelPlan) -> KernelPlan:
-        families = {x.family: x for x in KERNELS[kernel.task.kind]}
-        return families[kernel.family].shared(kernel, Work(problem, kernel.task), facts)
+        return shared(kernel, Work(problem, kernel.task), facts)
 
     def share_pass(whole: FusedPlan) -> FusedPlan:
         main = share(whole.main)
@@ -267,13 +272,13 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     )
 
 
-def _chosen(work: Work, facts: DeviceFacts) -> tuple[Kernel[TileRow] | None, dict[str, str]]:
-    """The first kernel that does the work, if any, and why those before it do not, by family."""
+def _chosen(work: Work, facts: DeviceFacts) -> tuple[tuple[Kernel[TileRow], TileRow] | None, dict[str, str]]:
+    """The first kernel that does the work with its tile, if any, and why those before it do not, by family."""
     refusals: dict[str, str] = {}
     for kernel in KERNELS[work.task.kind]:
-        reason = kernel.refuses(work, facts)
-        if not reason:
-            return kernel, refusals
+        tile, reason = kernel.choice(work, facts)
+        if tile is not None:
+            return (kernel, tile), refusals
         refusals[kernel.family] = reason
     return None, refusals
 
@@ -284,23 +289,24 @@ def _joined(refusals: dict[str, str]) -> str:
 
 def _alone(work: Work, facts: DeviceFacts) -> KernelPlan:
     """A forward or the gradient of one input, which every supported GPU can do."""
-    kernel, refusals = _chosen(work, facts)
-    if kernel is None:
+    found, refusals = _chosen(work, facts)
+    if found is None:
         raise NotImplementedError(list(refusals.values())[-1])
-    return kernel.plan(work, facts, _joined(refusals))
+    kernel, tile = found
+    return kernel.plan(work, tile, facts, _joined(refusals))
 
 
 def _fused(work: Work, facts: DeviceFacts) -> tuple[FusedPlan | None, str]:
     """Both gradients of a side in one pass, where a kernel can, and why more capable kernels, or all, cannot."""
-    kernel, refusals = _chosen(work, facts)
+    found, refusals = _chosen(work, facts)
     reason = _joined(refusals)
-    if kernel is None:
+    if found is None:
         return None, reason
+    kernel, tile = found
     side = work.task.side
-    kernels = kernel.plans(work, facts, reason)
+    kernels = kernel.plans(work, tile, facts, reason)
     partial_bytes = max(x.schedule.partial_bytes for x in kernels)
-    own_bytes = kernel.workspace_bytes(work, kernel.tile(work, facts))
-    return FusedPlan(side, kernels, own_bytes + partial_bytes), reason
+    return FusedPlan(side, kernels, kernel.workspace_bytes(work, tile) + partial_bytes), reason
 
 
 def _key_tiles(problem: Problem, tile: TileRow) -> int:

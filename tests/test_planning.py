@@ -151,7 +151,7 @@ def test_lists_that_are_longer_than_the_others_are_split(causal: bool, determini
         assert kernel.schedule.arrivals_bytes == -(-4 * slots * kernel.tile.warps // 128) * 128
         assert kernel.schedule.partial_bytes - kernel.schedule.arrivals_bytes == 4 * slots * kernel.tile.rows * 128
         assert kernel.schedule.partial_bytes < 40 << 20
-        assert ("tiles split" in str(kernel)) == (kernel.schedule.partial_bytes > 0)
+        assert ("tiles shared" in str(kernel)) == (kernel.schedule.partial_bytes > 0)
     alone = p.gradient("student_k").schedule.partial_bytes
     assert alone > 0
     assert p.backward_bytes(("student_k",)) == alone

@@ -23,6 +23,7 @@ struct Blocks : Part {
     template <int ROWS, bool QUERIES>
     __device__ static void locate(Words words, const Extents& n, int head, WorkTile& work, Segment&) {
         if constexpr (ROWS != kRows || QUERIES != kRowsAreQueries) return;
+        static_assert(sizeof(WorkTile) == 6 * sizeof(int), "kernels/work_tiles.py makes six ints of each");
         words.at += 2;
         const WorkTile* const work_tiles = words.pointer<WorkTile>();
         work = work_tiles[static_cast<i64>(words.number() == 1 ? 0 : head) * n.tiles + work.tile];

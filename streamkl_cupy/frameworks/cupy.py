@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from ..advice import install
-from ..arrays import ITEMSIZE, ArrayView, cuda, settle
+from ..arrays import ITEMSIZE, ArrayView, cuda, in_elements
 from ..problem import Device
 from .numpy import NAMES, TYPES, NumPy
 
@@ -38,7 +38,7 @@ class CuPy(NumPy):
         if dtype is None:
             return self.view(name, x, device, mask)
         ptr, size = data.ptr, ITEMSIZE[dtype]
-        layout = settle(x.shape, x.strides, size)
+        layout = in_elements(x.shape, x.strides, size)
         if layout is None or ptr % size:
             return self.view(name, x, device)
         return ArrayView(name, "cupy", device, dtype, layout[0], layout[1], ptr, x)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..arrays import CPU, MASK_ITEMSIZE, ArrayView, settle
+from ..arrays import CPU, MASK_ITEMSIZE, ArrayView, in_elements
 from ..problem import Device
 from .base import Framework, refused_dtype
 
@@ -52,7 +52,7 @@ class NumPy(Framework):
         """The part that NumPy and CuPy share: strides in bytes."""
         dtype = name_of(name, x.dtype, mask)
         ptr, size = self.address(x), x.dtype.itemsize
-        layout = settle(x.shape, x.strides, size)
+        layout = in_elements(x.shape, x.strides, size)
         if layout is None or (ptr % size and x.size):
             raise ValueError(
                 f"{name}: its address and byte strides {x.strides} must be whole multiples of the {size}-byte {dtype} "

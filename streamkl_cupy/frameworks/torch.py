@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ..arguments import with_article
-from ..arrays import CPU, ITEMSIZE, MASK_ITEMSIZE, ArrayView, compact, cuda, settle
+from ..arrays import CPU, ITEMSIZE, MASK_ITEMSIZE, ArrayView, compact, cuda, in_elements
 from ..problem import Device
 from .base import Framework, refused_dtype
 
@@ -43,7 +43,7 @@ class Torch(Framework):
 
     def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
         try:
-            layout = settle(x.shape, x.stride(), 1)
+            layout = in_elements(x.shape, x.stride(), 1)
             ptr = x.data_ptr()
             device = self.devices.get(x.device) or self._device(x.device)
             dtype = (self.mask_names if mask else self.names)[x.dtype]

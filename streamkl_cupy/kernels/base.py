@@ -197,6 +197,8 @@ class KernelPlan:
     """The architecture whose instructions it needs."""
     reason: str = ""
     """Why kernels of more capable families do not run it; empty where the first one does."""
+    most_blocks: int = 0
+    """Where a block takes one work tile after the other, as many as run at a time; 0: each has its own."""
 
     @property
     def name(self) -> str:
@@ -222,7 +224,7 @@ class KernelPlan:
         elif s.splits > 1:
             shape.append(f"keys split over {s.splits} blocks")
         elif s.partial_bytes:
-            shape.append(f"lists of more than {s.longest} tiles split, partial sums {s.partial_bytes} B")
+            shape.append(f"lists of more than {s.longest} tiles shared, partial sums {s.partial_bytes} B")
         reason = f" ({self.reason})" if self.reason else ""
         return f"{self.name}: {self.entry} for {self.arch}, {', '.join(shape)}{reason}"
 
@@ -350,15 +352,19 @@ class Kernel(ABC, Generic[Row]):
                     return row
         return max(fitting, key=lambda row: (blocks(row), -row.rows, -fitting.index(row)))
 
-    def plan(self, work: Work, facts: DeviceFacts, reason: str = "") -> KernelPlan:
-        """The launch of work that is not refused; `reason` says why nothing more capable does it.
+    def choice(self, work: Work, facts: DeviceFacts) -> tuple[Row | None, str]:
+        """The tile that does the work best, or None and why this kernel does not do it on that GPU."""
+        reason = self.refuses(work, facts)
+        return (None, reason) if reason else (self.tile(self.packed(work), facts), "")
+
+    def plan(self, work: Work, tile: Row, facts: DeviceFacts, reason: str = "") -> KernelPlan:
+        """The launch of work by tiles of its `choice`; `reason` says why nothing more capable does it.
 
         Raises:
             NotImplementedError: it would be larger than a grid can be.
         """
         work = self.packed(work)
         problem, task = work.problem, work.task
-        tile = self.tile(work, facts)
         schedule = self.schedule(work, tile, facts)
         if self.shareable(work, tile, schedule, facts):
             tile = replace(tile, shared=True, columns=tile.shared_columns or tile.columns)
@@ -368,6 +374,7 @@ class Kernel(ABC, Generic[Row]):
                 f"{task.name}: {blocks} blocks (batch {problem.batch} x heads {work.heads} x row tiles "
                 f"{schedule.tiles}) exceed the grid limit of {MAX_GRID}; split the batch over several calls"
             )
+        most_blocks = facts.multiprocessors * tile.min_blocks if self.persistent else 0
         smem_bytes = self.smem_bytes(work, tile)
         parts = parts_of(problem.mask)
         constants: dict[str, int | str] = {
@@ -406,7 +413,8 @@ class Kernel(ABC, Generic[Row]):
             slots=tuple((rule, headers[rule]) for rule in problem.operation.rules),
             args=self.args,
             regions=self.regions(work, tile),
-            blocks=self.blocks(blocks, tile, facts),
+            blocks=_blocks(blocks, most_blocks),
+            most_blocks=most_blocks,
             threads=self.threads(tile),
             smem_bytes=smem_bytes,
             tile=tile,
@@ -431,27 +439,9 @@ class Kernel(ABC, Generic[Row]):
             for steps in shapes_of(work.problem, tile.rows, tile.columns, work.rows_are_keys)
         )
 
-    def shared(self, plan: KernelPlan, work: Work, facts: DeviceFacts) -> KernelPlan:
-        """The launch with its row tiles shared by several blocks each, where they are few; `work` has its numbers."""
-        problem, tile, whole = work.problem, plan.tile, plan.schedule
-        assert tile
-        if not tile.shared:
-            return plan
-        steps = work.group * steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
-        splits = number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors)
-        if splits == 1:
-            return plan
-        slots = whole.tiles * splits
-        schedule = _with_slots(replace(whole, splits=splits), slots, work, tile)
-        return replace(plan, schedule=schedule, blocks=self.blocks(work.pairs * slots, tile, facts))
-
-    def blocks(self, work_tiles: int, tile: Row | TileRow, facts: DeviceFacts) -> int:
-        """Of a launch with so many work tiles."""
-        return min(work_tiles, facts.multiprocessors * tile.min_blocks) if self.persistent else work_tiles
-
-    def plans(self, work: Work, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
+    def plans(self, work: Work, tile: Row, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
         """All kernels of the work, one after the other with the same arguments; mostly one."""
-        return (self.plan(work, facts, reason),)
+        return (self.plan(work, tile, facts, reason),)
 
     def workspace_bytes(self, work: Work, tile: Row) -> int:
         """Global memory without which the work cannot be done."""
@@ -478,6 +468,25 @@ class Kernel(ABC, Generic[Row]):
             longest=longest,
         )
         return _with_slots(schedule, slots, work, tile)
+
+
+def shared(plan: KernelPlan, work: Work, facts: DeviceFacts) -> KernelPlan:
+    """The launch with its row tiles shared by several blocks each, where they are few; `work` has its numbers."""
+    problem, tile, whole = work.problem, plan.tile, plan.schedule
+    assert tile
+    if not tile.shared:
+        return plan
+    steps = work.group * steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
+    shares = number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors)
+    if shares == 1:
+        return plan
+    slots = whole.tiles * shares
+    schedule = _with_slots(replace(whole, splits=shares), slots, work, tile)
+    return replace(plan, schedule=schedule, blocks=_blocks(work.pairs * slots, plan.most_blocks))
+
+
+def _blocks(work_tiles: int, most: int) -> int:
+    return min(work_tiles, most) if most else work_tiles
 
 
 def _with_slots(schedule: Schedule, slots: int, work: Work, tile: TileRow) -> Schedule:

@@ -31,12 +31,12 @@ def splits(blocks: int, key_tiles: int, facts: DeviceFacts, per_multiprocessor: 
     """
     if blocks == 0 or blocks * 5 >= facts.multiprocessors * 4:
         return 1
-    places = facts.multiprocessors * per_multiprocessor
+    at_once = facts.multiprocessors * per_multiprocessor
 
     def tiles_in_turn(number: int) -> int:
-        return -(-blocks * number // places) * (-(-key_tiles // number) + TILES_TO_START)
+        return -(-blocks * number // at_once) * (-(-key_tiles // number) + TILES_TO_START)
 
-    return min(range(1, min(most_splits(key_tiles), -(-2 * places // blocks)) + 1), key=tiles_in_turn)
+    return min(range(1, min(most_splits(key_tiles), -(-2 * at_once // blocks)) + 1), key=tiles_in_turn)
 
 
 def most_splits(key_tiles: int) -> int:

@@ -143,12 +143,11 @@ class _Fused(Hopper[_Row]):
     # (17 MB) side by side take 0.52 ms, eight of them 0.56.
     l2_budget = 20 << 20
 
-    def refuses(self, work: Work, facts: DeviceFacts) -> str:
-        if reason := super().refuses(work, facts):
-            return reason
-        if work.problem.deterministic and not self.tile(work, facts).direct:
-            return "deterministic=True, and one pass adds its sums in no fixed order"
-        return ""
+    def choice(self, work: Work, facts: DeviceFacts) -> tuple[_Row | None, str]:
+        tile, reason = super().choice(work, facts)
+        if tile and work.problem.deterministic and not tile.direct:
+            return None, "deterministic=True, and one pass adds its sums in no fixed order"
+        return tile, reason
 
     def lacks(self, work: Work) -> str:
         if work.out_dim > MAX_OUT:
@@ -220,10 +219,9 @@ class _Fused(Hopper[_Row]):
         # Without a mask all tiles are as long as any: one head after the other keeps most of its sums in the cache.
         return super().head_group(work, least) if work.problem.mask.parts else 1
 
-    def plans(self, work: Work, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
+    def plans(self, work: Work, tile: _Row, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
         """What prepares the workspace, the pass, and, if it has sums, what makes them the gradient of the queries."""
-        main = self.plan(work, facts, reason)
-        tile = self.tile(work, facts)
+        main = self.plan(work, tile, facts, reason)
 
         def helper(does: str) -> KernelPlan:
             symbol = f"{main.symbol}_{does}"
@@ -232,7 +230,7 @@ class _Fused(Hopper[_Row]):
         return (helper("prepare"), main) if tile.direct else (helper("prepare"), main, helper("finish"))
 
     def workspace_bytes(self, work: Work, tile: _Row) -> int:
-        return -(-_workspace(work, tile).bytes(_entries(work)) // 128) * 128
+        return _workspace(work, tile).bytes(_entries(work))
 
 
 def _own_bytes(work: Work, tile: _Row) -> int:

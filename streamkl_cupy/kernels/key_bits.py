@@ -8,7 +8,7 @@ from ..rules.masks import parts_of
 from .base import KernelPlan
 from .gpus import DeviceFacts
 from .structs import KEY_BITS as ARGS
-from .structs import key_words
+from .structs import key_bits, key_words
 from .work_tiles import Schedule
 
 KEY_BITS = Task("key_bits")
@@ -21,8 +21,8 @@ def needed(problem: Problem) -> bool:
 
 
 def mask_bytes(problem: Problem) -> int:
-    """Of the bits, with what follows them on a line of its own."""
-    return -(-problem.batch * key_words(problem.keys) * 4 // 128) * 128
+    """Of the bits."""
+    return key_bits(problem.keys).bytes(problem.batch)
 
 
 def plan(problem: Problem, facts: DeviceFacts) -> KernelPlan:

@@ -191,6 +191,8 @@ class Regions:
     pitch: int = 0
     """Regions take multiples of so many bytes, and a call passes the address of each; 0: they follow close upon one
     another, and the kernel finds them from the first."""
+    line: int = 1
+    """All of them take a multiple of so many bytes, so that what follows has lines of its own."""
 
     def sizes(self, entries: int) -> dict[str, int]:
         """Bytes of each region."""
@@ -201,7 +203,7 @@ class Regions:
 
     def bytes(self, entries: int) -> int:
         """Bytes of all."""
-        return sum(self.sizes(entries).values())
+        return _round_up(sum(self.sizes(entries).values()), self.line)
 
     @cached_property
     def text(self) -> str:
@@ -318,6 +320,9 @@ HOPPER_FUSED = _with_maps("HopperFusedArgs", "fused", FUSED)
 
 # Workspaces.
 
+LINE = 128
+"""Bytes of a line of the caches."""
+
 
 def split_states(state_floats: int) -> Regions:
     """States of rows whose keys are split over blocks; an entry is a row in one of these."""
@@ -332,7 +337,7 @@ def partials(warps: int, rows: int, out_dim: int) -> Regions:
             Region("arrivals", "int", warps, "zero before a launch"),
             Region("sums", "float", rows * _round_up(out_dim, 16)),
         ),
-        pitch=128,
+        pitch=LINE,
     )
 
 
@@ -350,12 +355,18 @@ def fused_workspace(columns: int, dim: int, row_vectors: int, direct: bool) -> R
             Region("exponents", "int", 1, "the largest of g * bound; of narrow types only"),
             Region("taken", "u32", 1, "work tiles that blocks have taken beyond their first", once=True),
         ),
+        line=LINE,
     )
 
 
 def key_words(keys: int) -> int:
     """Words of a batch entry's mask of keys."""
     return -(-keys // 32)
+
+
+def key_bits(keys: int) -> Regions:
+    """The mask of keys as bits; an entry is one of the batch."""
+    return Regions("KeyBits", (Region("words", "u32", key_words(keys)),), line=LINE)
 
 
 def row_tiles(rows: int, tile: int, sequences: int) -> int:

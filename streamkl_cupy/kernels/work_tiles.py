@@ -1,4 +1,4 @@
-"""Which block works on what: the row tiles of a pattern's lists, the longest first, very long ones split."""
+"""Which block works on what: the row tiles of a pattern's lists, the longest first, very long ones in shares."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ..patterns import BlockPattern
 
 NO_LIMIT = 2**31 - 1
+# Of an entry: `WorkTile` of masks/interface.cuh, which blocks.cuh asserts to be as many ints.
+FIELDS = ("tile", "share", "shares", "partial_slot", "begin", "end")
 # A block needs about ten microseconds to start and to end, in which it could walk so many tiles.
 TILES_TO_START = 6
 MIN_TILES_IN_LIST = 32  # or starts would be much of it
@@ -22,7 +24,7 @@ class Schedule:
     """How the work of a launch is cut."""
 
     tiles: int = 1
-    """Work tiles, row tiles or splits of them, per head of the launch."""
+    """Work tiles, row tiles or shares of them, per head of the launch."""
     head_group: int = 1
     """Heads that run side by side."""
     splits: int = 1
@@ -30,7 +32,7 @@ class Schedule:
     group: int = 1
     """Query heads that a block works through."""
     longest: int = 0
-    """Tiles of a pattern's list that one block walks, about; 0 where no list is split."""
+    """Tiles of a pattern's list that one block walks, about; 0 where no list is shared."""
     partial_slots: int = 0
     """Slots for the sums of blocks that share a row tile, per batch entry and head of the launch."""
     arrivals_bytes: int = 0
@@ -57,9 +59,9 @@ class Lists(NamedTuple):
 class WorkTiles(NamedTuple):
     """What the blocks of a launch work on, per head of the pattern.
 
-    entries: (P, n, 6) int32, from long to short, as masks/interface.cuh has it: the row tile, which split of its list,
-        of how many, the first of the slots for the partial sums of these, and which streamed tiles, from and to. Heads
-        with fewer work tiles than others end in some of 0 splits. Slots count from `slots` times the head of the launch
+    entries: (P, n, FIELDS) int32, from long to short: the row tile, which share of its list, of how many, the first of
+        the slots for the partial sums of these, and which streamed tiles, from and to. Heads with fewer work tiles than
+        others end in some of 0 shares. Slots count from `slots` times the head of the launch
         on, and one that needs fewer than `slots` leaves some to others.
     slots: Per head of the launch.
     """
@@ -103,7 +105,7 @@ def survey(pattern: BlockPattern, rows: int, columns: int, by_keys: bool, group:
     return Lists(of_groups(lengths, np.add), of_groups(first, np.minimum), of_groups(stop, np.maximum))
 
 
-def balance(lists: Lists, pairs: int, multiprocessors: int, split: bool) -> tuple[int, int]:
+def balance(lists: Lists, pairs: int, multiprocessors: int, sharing: bool) -> tuple[int, int]:
     """How many tiles one block takes at most, about, 0 for any number; and how many heads run side by side.
 
     No block takes more than half of what each multiprocessor has to do in all, and so many heads run side by side that
@@ -113,11 +115,11 @@ def balance(lists: Lists, pairs: int, multiprocessors: int, split: bool) -> tupl
         lists: As `survey` has them.
         pairs: Heads of all batch entries of a launch.
         multiprocessors: Of the GPU.
-        split: Whether a list can be split.
+        sharing: Whether several blocks can walk one list.
     """
     lengths = lists.lengths
     average = max(-(-int(lengths.sum()) * pairs // (len(lengths) * multiprocessors)), 1)
-    longest = max(-(-average // 2), MIN_TILES_IN_LIST) if split else 0
+    longest = max(-(-average // 2), MIN_TILES_IN_LIST) if sharing else 0
     most = int(lengths.max(initial=0))
     return longest, -(-pairs * (min(most, longest) if longest else most) // average)
 
@@ -126,7 +128,7 @@ def cut(lists: Lists, longest: int = 0, group: int = 1) -> WorkTiles:
     """Work tiles from what the lists are like.
 
     Longer lists are cut where all others are, so that blocks that run side by side stream the same rows; scattered ones
-    at every second of these tiles, every fourth and so on, or their splits would have next to nothing.
+    at every second of these tiles, every fourth and so on, or their shares would have next to nothing.
 
     Args:
         lists: As `survey` has them.
@@ -138,24 +140,24 @@ def cut(lists: Lists, longest: int = 0, group: int = 1) -> WorkTiles:
     sparse = np.where(long, np.maximum(stop - first, 1) * group / np.maximum(lengths, 1), 1)
     piece = max(-(-longest // group), 1) << np.floor(np.log2(np.maximum(sparse, 1))).astype(np.int64)
     low = np.where(long, first // piece, 0)
-    splits = np.where(long, -(-stop // piece), 1) - low
-    entries = np.zeros((len(lengths), int(splits.sum(axis=1).max(initial=0)), 6), np.int32)
-    partial = np.where(splits > 1, splits, 0)
+    shares = np.where(long, -(-stop // piece), 1) - low
+    entries = np.zeros((len(lengths), int(shares.sum(axis=1).max(initial=0)), len(FIELDS)), np.int32)
+    partial = np.where(shares > 1, shares, 0)
     needed = partial.sum(axis=1)
     # Of a launch's heads, each of which has the slots of one head of its group.
     apart = needed[::group] if len(needed) > 1 else needed
     slots = -(-int(apart.sum()) // len(apart))
     starts = np.repeat(np.cumsum(apart) - apart - slots * np.arange(len(apart)), group if len(needed) > 1 else 1)
-    for head, count in enumerate(splits):
+    for head, count in enumerate(shares):
         tile = np.repeat(np.arange(len(count)), count)
-        split = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+        share = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
         slot = starts[head] + np.cumsum(partial[head]) - partial[head]
-        begin = np.where(count[tile] > 1, (low[head][tile] + split) * piece[head][tile], 0)
+        begin = np.where(count[tile] > 1, (low[head][tile] + share) * piece[head][tile], 0)
         end = np.where(count[tile] > 1, begin + piece[head][tile], NO_LIMIT)
         span = np.maximum(stop[head] - first[head], 1)[tile]
         overlap = np.minimum(end, stop[head][tile]) - np.maximum(begin, first[head][tile])
         length = lengths[head][tile] * np.where(count[tile] > 1, overlap / span, 1)
-        made = np.stack([tile, split, count[tile], slot[tile], begin, end], axis=1)
+        made = np.stack([tile, share, count[tile], slot[tile], begin, end], axis=1)
         entries[head, : len(made)] = made[np.lexsort((begin, -length))]
     entries.setflags(write=False)
     return WorkTiles(entries, slots)

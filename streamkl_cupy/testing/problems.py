@@ -63,7 +63,6 @@ class Recipe(NamedTuple):
 
     make: Generator
     hard: bool
-    doc: str
     cancels: bool = False
 
 
@@ -245,14 +244,24 @@ def _near_equal(rng: np.random.Generator, s: Shape) -> tuple[Four, dict[str, Any
 
 
 RECIPES: dict[str, Recipe] = {
-    "gaussian": Recipe(_gaussian, False, "independent normal queries and keys, default scales"),
-    "realistic": Recipe(_realistic, False, "a sink, clusters, uneven features, as in trained heads"),
-    "rising": Recipe(_ramps(40, 40), True, "both sides grow along the keys: references move at every tile"),
-    "falling": Recipe(_ramps(-40, -40), True, "both sides fall along the keys: late tiles underflow"),
-    "crossing": Recipe(_ramps(40, -40), True, "the teacher grows where the student falls"),
-    "spiky": Recipe(_spiky, True, "nearly one-hot rows, mostly on different keys"),
-    "huge": Recipe(_huge, True, "logits of up to 1e4, student scale negative"),
-    "signed_scale": Recipe(_signed_scale, False, "negative teacher scale"),
-    "zero_scale": Recipe(_zero_scale, False, "student scale 0"),
-    "near_equal": Recipe(_near_equal, False, "student = teacher + 1e-3 noise", cancels=True),
+    # Independent normal queries and keys, default scales.
+    "gaussian": Recipe(_gaussian, False),
+    # A sink, clusters, uneven features, as in trained heads.
+    "realistic": Recipe(_realistic, False),
+    # Both sides grow along the keys: references move at every tile.
+    "rising": Recipe(_ramps(40, 40), True),
+    # Both sides fall along the keys: late tiles underflow.
+    "falling": Recipe(_ramps(-40, -40), True),
+    # The teacher grows where the student falls.
+    "crossing": Recipe(_ramps(40, -40), True),
+    # Nearly one-hot rows, mostly on different keys.
+    "spiky": Recipe(_spiky, True),
+    # Logits of up to 1e4, student scale negative.
+    "huge": Recipe(_huge, True),
+    # Negative teacher scale.
+    "signed_scale": Recipe(_signed_scale, False),
+    # Student scale 0.
+    "zero_scale": Recipe(_zero_scale, False),
+    # Student = teacher + 1e-3 noise.
+    "near_equal": Recipe(_near_equal, False, cancels=True),
 }
