@@ -3,7 +3,7 @@
 Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), `keys` of a block and 64 queries to a tile:
 
     1024 (alignment) + 128 * keys * (chunks(D_own) + kept) + 8192 * (stages * chunks(D_own) + score_stages * unit)
-        + 16384 * (ds_stages + stagings) + stages * row_vectors * 256 + barriers + work items
+        + 16384 * ds_stages + 2048 * staging_tiles * stagings + stages * row_vectors * 256 + barriers + work items
 
 `kept` and `unit` are chunks(D_other) where whole tiles of the other side fit. By pieces `unit` is 1, `kept` are as many
 chunks of its keys as fit, and stages take what is left. Where a tile has all keys of a head, 8192 bytes take the place
@@ -11,7 +11,7 @@ of the stagings, for a query gradient that is written without sums.
 
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
 the keys themselves; masks with holes, intervals beside four row vectors, an other side beyond 128 and shares of tiles
-leave no room for these. Beyond D_own = 128 gradients do not fit, nor do 256 keys beyond D_own = 64.
+leave no room for these. Beyond D_own = 192 gradients do not fit, nor masks with holes beyond 128 or 256 keys beyond 64.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from .gpus import GPUS, DeviceFacts
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
 from .structs import HOPPER_FUSED, Regions, fused_workspace, partials, row_tiles
 
-MAX_OUT = 128
+MAX_OUT = 192
 
 # Threads of the consumers, of the warpgroup for the gradient of the queries, of the producer.
 THREADS = 256 + 128 + 128
 HELPER_THREADS = 128
 WARP = 32
+_BLOCKS = GPUS["sm_90"].multiprocessors
 WORK_ITEMS, WORK_ITEM_BYTES = (
     2,
     104,
@@ -48,6 +49,8 @@ class _Row(TileRow):
     """Tiles of score gradients between the consumers and the warpgroup that takes them."""
     stagings: int = 1
     """Buffers between that warpgroup and the copy engine."""
+    staging_tiles: int = 8
+    """Of 8 columns, in one of these."""
     registers: tuple[int, int, int] = (192, 80, 40)
     """Per thread of the consumers, of that warpgroup, of the producer: 2, 1, 1 of them are 512 at most."""
     early: bool = False
@@ -61,6 +64,8 @@ class _Row(TileRow):
     """A tile has all keys of a head: one product makes the gradient of a tile of queries, and that warpgroup writes it.
     There are no sums to clear, to add to and to convert, nor an order of them."""
 
+
+_LONG_SUMS = (208, 64, 32)  # where a consumer sums more than 128 columns
 
 # Student, 8 heads x 8192, bf16, ms on an H100, one run per line; runs differ by 3 %, and the compiler's order of
 # instructions does as much as what is named here:
@@ -98,7 +103,7 @@ _TABLE = (
         max_mask=1,
     ),
     _Row(8, 1, COLUMNS, 6, 1, 64, "the same, and a mask's registers", max_out=64, score_stages=4, stagings=2),
-    _Row(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=MAX_OUT, score_stages=4, stagings=2),
+    _Row(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=128, score_stages=4, stagings=2),
     _Row(
         8,
         1,
@@ -107,16 +112,16 @@ _TABLE = (
         1,
         128,
         "both sides wide",
-        max_out=MAX_OUT,
+        max_out=128,
         stagings=2,
         registers=(184, 96, 40),
         early=True,
         wide=True,
         max_mask=0,
     ),
-    _Row(8, 1, COLUMNS, 3, 1, 128, "the same, and a mask's registers", max_out=MAX_OUT, stagings=2),
-    _Row(8, 1, COLUMNS, 2, 1, 192, "a long other side", max_out=MAX_OUT),
-    _Row(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=MAX_OUT, ds_stages=1),
+    _Row(8, 1, COLUMNS, 3, 1, 128, "the same, and a mask's registers", max_out=128, stagings=2),
+    _Row(8, 1, COLUMNS, 2, 1, 192, "a long other side", max_out=128),
+    _Row(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=128, ds_stages=1),
     _Row(
         8,
         1,
@@ -125,10 +130,41 @@ _TABLE = (
         1,
         576,
         "an other side of any width, by pieces",
-        max_out=MAX_OUT,
+        max_out=128,
+        score_stages=6,
+        ds_stages=1,
+        staging_tiles=4,
+        pieces=True,
+    ),
+    _Row(8, 1, COLUMNS, 2, 1, 192, "keys' gradients beyond 128", registers=_LONG_SUMS, max_mask=1),
+    _Row(
+        8,
+        1,
+        COLUMNS,
+        2,
+        1,
+        256,
+        "the same, by pieces",
         score_stages=4,
         ds_stages=1,
         pieces=True,
+        registers=_LONG_SUMS,
+        max_mask=1,
+    ),
+    _Row(
+        8,
+        1,
+        COLUMNS,
+        1,
+        1,
+        576,
+        "the same, an other side of any width",
+        score_stages=4,
+        ds_stages=1,
+        staging_tiles=4,
+        pieces=True,
+        registers=_LONG_SUMS,
+        max_mask=0,
     ),
 )
 
@@ -154,6 +190,8 @@ class _Fused(Hopper[_Row]):
             return f"registers hold gradients of head dims up to {MAX_OUT}"
         if sum(part.holes is not None for part in parts_of(work.problem.mask)) > 1:
             return "registers hold one mask with holes"
+        if work.out_dim > 128 and work.mask_level > (work.dim <= 256):
+            return f"registers hold no such mask beside a gradient of {work.out_dim} columns"
         if _entries(work) > MAX_GRID:
             return f"{_entries(work)} blocks before and after exceed the grid limit of {MAX_GRID}"
         return ""
@@ -198,6 +236,7 @@ class _Fused(Hopper[_Row]):
             "SKL_STAGINGS": 1 if tile.direct else tile.stagings,
             "SKL_DIRECT": int(tile.direct),
             "SKL_HELPER_THREADS": _helper_threads(tile),
+            "SKL_STAGING_TILES": tile.staging_tiles,
             "SKL_WORK_ITEMS": WORK_ITEMS,
             "SKL_WORK_ITEM_BYTES": WORK_ITEM_BYTES,
             "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
@@ -217,7 +256,10 @@ class _Fused(Hopper[_Row]):
 
     def head_group(self, work: Work, least: int = 1) -> int:
         # Without a mask all tiles are as long as any: one head after the other keeps most of its sums in the cache.
-        return super().head_group(work, least) if work.problem.mask.parts else 1
+        if not work.problem.mask.parts:
+            return 1
+        # As the shortest tiles of a group end the longest of the next start, if there are as many as blocks.
+        return super().head_group(work, max(least, round(_BLOCKS * 128 / work.problem.keys)))
 
     def plans(self, work: Work, tile: _Row, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
         """What prepares the workspace, the pass, and, if it has sums, what makes them the gradient of the queries."""
@@ -239,7 +281,7 @@ def _own_bytes(work: Work, tile: _Row) -> int:
         ALIGNMENT
         + 128 * chunks(work.side.dim) * (tile.rows + tile.stages * COLUMNS)
         + 128 * tile.warps * 16 * tile.ds_stages
-        + (8192 if tile.direct else 16384 * tile.stagings)
+        + (8192 if tile.direct else 2048 * tile.staging_tiles * tile.stagings)
         + tile.stages * work.row_vectors * COLUMNS * 4
         + 8 * (4 + 2 * (tile.stages + tile.ds_stages) + 2 * WORK_ITEMS)
         + WORK_ITEMS * WORK_ITEM_BYTES

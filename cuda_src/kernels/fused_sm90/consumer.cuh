@@ -255,20 +255,29 @@ private:
         if constexpr (kLong) {
             add_pieces<true>(grad_side, kHalf, kKept, before);
         }
-        wgmma_wait<0>();
-        piece_done(before);
+        // A chunk whose keys come too: those of both consumers behind the queries. The last pieces stay until its product
+        // is under way where the ring has room for both.
+        constexpr bool kOverlap = kScoreRing >= 2 * (1 + kGroups);
 #pragma unroll 1
         for (int c = kKept; c < ScoreSide::kChunks; ++c) {
+            if constexpr (!kOverlap) {
+                wgmma_wait<0>();
+                pieces_done(c - 1, before);
+            }
             const int queries = next_piece();
             int keys = next_piece();
             const int others = next_piece();
             piece_done(group == 0 ? others : keys);
             if (group == 1) keys = others;
             multiply_piece(score_side, 0, score_stage(keys), queries, 1);
-            wgmma_wait<0>();
-            piece_done(queries);
-            piece_done(keys);
+            if constexpr (kOverlap) {
+                wgmma_wait<1>();
+                pieces_done(c - 1, before);
+            }
+            before = queries;
         }
+        wgmma_wait<0>();
+        pieces_done(ScoreSide::kChunks - 1, before);
         fence_accumulators(score_side);
         if constexpr (kLong) {
             fence_accumulators(grad_side);
@@ -300,6 +309,13 @@ private:
         const int slot = at_score.index();
         at_score.advance();
         return slot;
+    }
+    // Of chunk c, whose queries are in `slot`.
+    __device__ void pieces_done(int c, int slot) const {
+        piece_done(slot);
+        if (c < kKept) return;
+        slot += 1 + group;
+        piece_done(slot < kScoreRing ? slot : slot - kScoreRing);
     }
     __device__ void piece_done(int slot) const { warp_arrive(shared.barrier(kScoreEmpty, slot)); }
 
@@ -340,6 +356,15 @@ private:
         warp_arrive(shared.barrier(kDsFull, at_ds.slot));
         at_ds.advance();
     }
+    // dK += 16 queries' part of dS^T times their rows, at most 128 columns to a product.
+    template <int TILES>
+    __device__ static void multiply_keys(float (&sums)[TILES][4], const u32 (&a)[4], u64 rows) {
+        constexpr int kFirst = TILES < 16 ? TILES : 16, kRest = TILES - kFirst;
+        wgmma<GradSide::kHalf, 1>(reinterpret_cast<float (&)[kFirst][4]>(sums), a, rows, 1);
+        if constexpr (kRest > 0)
+            wgmma<GradSide::kHalf, 1>(reinterpret_cast<float (&)[kRest][4]>(sums[kFirst]), a,
+                                      rows + (kFirst / 8 * kColumns * 128 >> 4), 1);
+    }
     // Stages dS for dQ and issues dK += dS^T Q for the tile in the given slot of the ring.
     template <int SUB>
     __device__ void accumulate(const Gradients& dx, u32 to, int slot) {
@@ -352,8 +377,8 @@ private:
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTiles / 2; ++k)
-            wgmma<GradSide::kHalf, 1>(out[SUB], dx[k].r[0],
-                                      ring_grad_rows + static_cast<u64>((slot * kGradTileBytes + k * 2048) >> 4), 1);
+            multiply_keys(out[SUB], dx[k].r[0],
+                          ring_grad_rows + static_cast<u64>((slot * kGradTileBytes + k * 2048) >> 4));
         wgmma_commit();
     }
 

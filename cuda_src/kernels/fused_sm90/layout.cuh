@@ -52,7 +52,8 @@ constexpr int kWide = SKL_WIDE_CHUNKS;       // chunks of dQ that one product ma
 constexpr int kSubs = kWarpTiles;            // a consumer works on 64 of every 128 keys of the block
 constexpr int kSubRows = kRows / kSubs;
 constexpr int kDsBytes = kSubRows * kColumns * 2;
-constexpr int kStagingBytes = 64 * kColumns * (kDirect ? 2 : 4);
+constexpr int kStagingTiles = SKL_STAGING_TILES;  // of 8 columns of dQ, that a buffer to the copy engine takes
+constexpr int kStagingBytes = kDirect ? 64 * kColumns * 2 : 8 * kStagingTiles * kColumns * 4;
 constexpr int kStatsBytes = 4 * Stats::kFloats;
 
 // Offsets in shared memory.
@@ -82,7 +83,7 @@ enum Barrier {
 };
 constexpr int kWorkItemsAt = kBarriersAt + 8 * kBarriers;  // behind their ring's barriers, the last ones
 
-static_assert(kOutTiles <= 16, "plan: one product of the matrix unit makes at most 128 columns of dK");
+static_assert(kOutTiles <= 24, "plan: registers hold at most 192 columns of dK");
 static_assert(GradSide::kChunks % kWide == 0, "plan: products of dQ are equally wide");
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
 static_assert(kSubs == 1 || (kSubs == 2 && GradSide::kChunks == 1),

@@ -142,17 +142,22 @@ private:
 
     // Chunk c.
     __device__ void add(float* sums, const Part& part, int first, int c) {
-        const u32 mine = staging();
-        if (lane == 0) bulk_wait_read<kStagings - 1>();
-        __syncwarp();
 #pragma unroll
-        for (int d = 0; d < sum_tiles(c); ++d) store_float4(mine + (d * 32 + lane) * 16, part[8 * (c - first) + d]);
-        async_fence();
-        __syncwarp();
-        if (lane == 0) {
-            bulk_add(sums + sum_index(c, 0, thread), mine, sum_tiles(c) * 512);
-            bulk_commit();
+        for (int start = 0; start < sum_tiles(c); start += kStagingTiles) {
+            const int tiles = min(sum_tiles(c) - start, kStagingTiles);
+            const u32 mine = staging();
+            if (lane == 0) bulk_wait_read<kStagings - 1>();
+            __syncwarp();
+#pragma unroll
+            for (int d = 0; d < tiles; ++d)
+                store_float4(mine + (d * 32 + lane) * 16, part[8 * (c - first) + start + d]);
+            async_fence();
+            __syncwarp();
+            if (lane == 0) {
+                bulk_add(sums + sum_index(c, start, thread), mine, tiles * 512);
+                bulk_commit();
+            }
+            stage.advance();
         }
-        stage.advance();
     }
 };
