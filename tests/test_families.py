@@ -152,7 +152,7 @@ def test_students_of_long_teachers(
         plan = streamkl_cupy.plan(*inputs, **cupy_only.options(case))
         if family == "sm90" and M // max(plan.problem.sequences, 1) >= 256:
             assert {plan.gradient(name).family for name in STUDENT} == {"sm90"}
-            assert [fused.side for fused in plan.fused] == ["student"] or D_s > 128
+            assert [fused.side for fused in plan.fused] == (["student"] if D_s <= 128 else [])
         results = [
             cupy_only.judge(case, grad, arrays=inputs, wrt=STUDENT, deterministic=how)[1] for how in (None, True, True)
         ]

@@ -199,6 +199,12 @@ def test_both_gradients_of_a_side_share_a_pass_where_that_can_be() -> None:
         for side in ATTENTION_KL.sides:
             assert re.search(f"{side}: a kernel per gradient .*{why}", str(unfused))
     assert plan().unfused == ()
+    for what, why in (
+        ({"dims": (576, 192)}, "registers hold no pieces of 576 columns beside a gradient of 192"),
+        ({"dims": (64, 192), "heads": 32, "key_heads": 1, "M": 4096}, "registers hold no shares of few row tiles"),
+        ({"dims": (64, 192), "mask": MaskSpec(("keys",))}, "registers hold no such mask beside a gradient of 192"),
+    ):
+        assert why in dict(plan(**what).unfused)["student"]
 
 
 def test_one_pass_blocks_fill_the_gpu_once_and_their_registers_fit() -> None:

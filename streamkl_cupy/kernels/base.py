@@ -366,7 +366,7 @@ class Kernel(ABC, Generic[Row]):
         work = self.packed(work)
         problem, task = work.problem, work.task
         schedule = self.schedule(work, tile, facts)
-        if self.shareable(work, tile, schedule, facts):
+        if self.shares_tiles and tile.shareable and self.few_tiles(work, tile, schedule, facts):
             tile = replace(tile, shared=True, columns=tile.shared_columns or tile.columns)
         blocks = work.pairs * schedule.tiles
         if blocks > MAX_GRID:
@@ -424,14 +424,10 @@ class Kernel(ABC, Generic[Row]):
             reason=reason,
         )
 
-    def shareable(self, work: Work, tile: Row, schedule: Schedule, facts: DeviceFacts) -> bool:
+    def few_tiles(self, work: Work, tile: Row, schedule: Schedule, facts: DeviceFacts) -> bool:
         """Whether several blocks for one row tile may help, whatever numbers the mask has, between all rows seeing all
         and a triangle."""
-        if (
-            not (self.shares_tiles and tile.shareable)
-            or work.problem.mask.blocks is not None
-            or work.pairs * schedule.tiles == 0
-        ):
+        if work.problem.mask.blocks is not None or work.pairs * schedule.tiles == 0:
             return False
         copies = work.pairs * max(work.problem.sequences, 1)
         return any(

@@ -11,7 +11,8 @@ of the stagings, for a query gradient that is written without sums.
 
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
 the keys themselves; masks with holes, intervals beside four row vectors, an other side beyond 128 and shares of tiles
-leave no room for these. Beyond D_own = 192 gradients do not fit, nor masks with holes beyond 128 or 256 keys beyond 64.
+leave no room for these. Beyond D_own = 192 gradients do not fit; beyond 128 masks of more than bounds do not, nor
+pieces of more than 256 columns, nor shares; 256 keys do not beyond 64.
 """
 
 from __future__ import annotations
@@ -136,7 +137,18 @@ _TABLE = (
         staging_tiles=4,
         pieces=True,
     ),
-    _Row(8, 1, COLUMNS, 2, 1, 192, "keys' gradients beyond 128", registers=_LONG_SUMS, max_mask=1),
+    _Row(
+        8,
+        1,
+        COLUMNS,
+        2,
+        1,
+        192,
+        "keys' gradients beyond 128",
+        registers=_LONG_SUMS,
+        max_mask=0,
+        shareable=False,
+    ),
     _Row(
         8,
         1,
@@ -149,22 +161,8 @@ _TABLE = (
         ds_stages=1,
         pieces=True,
         registers=_LONG_SUMS,
-        max_mask=1,
-    ),
-    _Row(
-        8,
-        1,
-        COLUMNS,
-        1,
-        1,
-        576,
-        "the same, an other side of any width",
-        score_stages=4,
-        ds_stages=1,
-        staging_tiles=4,
-        pieces=True,
-        registers=_LONG_SUMS,
         max_mask=0,
+        shareable=False,
     ),
 )
 
@@ -183,6 +181,8 @@ class _Fused(Hopper[_Row]):
         tile, reason = super().choice(work, facts)
         if tile and work.problem.deterministic and not tile.direct:
             return None, "deterministic=True, and one pass adds its sums in no fixed order"
+        if tile and not tile.shareable and self.few_tiles(work, tile, self.schedule(work, tile, facts), facts):
+            return None, f"registers hold no shares of few row tiles beside a gradient of {work.out_dim} columns"
         return tile, reason
 
     def lacks(self, work: Work) -> str:
@@ -190,8 +190,10 @@ class _Fused(Hopper[_Row]):
             return f"registers hold gradients of head dims up to {MAX_OUT}"
         if sum(part.holes is not None for part in parts_of(work.problem.mask)) > 1:
             return "registers hold one mask with holes"
-        if work.out_dim > 128 and work.mask_level > (work.dim <= 256):
+        if work.out_dim > 128 and work.mask_level:
             return f"registers hold no such mask beside a gradient of {work.out_dim} columns"
+        if work.out_dim > 128 and work.dim > 256:
+            return f"registers hold no pieces of {work.dim} columns beside a gradient of {work.out_dim}"
         if _entries(work) > MAX_GRID:
             return f"{_entries(work)} blocks before and after exceed the grid limit of {MAX_GRID}"
         return ""
