@@ -494,7 +494,8 @@ def test_sides_that_change_places_have_the_same_passes(dims: tuple[int, int]) ->
     for fused in one.fused:
         same = passes[mirrored[fused.side]]
         assert fused.main.tile == same.main.tile
-        assert abs(fused.main.smem_bytes - same.main.smem_bytes) <= 4096
+        # By pieces it may be room for one more of them.
+        assert abs(fused.main.smem_bytes - same.main.smem_bytes) <= (8192 if same.main.tile.pieces else 4096)
         assert fused.main.blocks == same.main.blocks
     for name, kernel in one.gradients:
         side, _, which = name.partition("_")

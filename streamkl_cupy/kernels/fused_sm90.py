@@ -11,8 +11,8 @@ of the stagings, for a query gradient that is written without sums.
 
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
 the keys themselves; masks with holes, intervals beside four row vectors, an other side beyond 128 and shares of tiles
-leave no room for these. Beyond D_own = 192 gradients do not fit; beyond 128 masks of more than bounds do not, nor
-pieces of more than 256 columns, nor shares; 256 keys do not beyond 64.
+leave no room for these. Gradients of D_own beyond 192 do not fit, nor do 256 keys beyond 64. Beyond 128 there is no
+room for masks of more than bounds, shares, float16's powers of two, or pieces of more than 256 columns.
 """
 
 from __future__ import annotations
@@ -143,20 +143,8 @@ _TABLE = (
         COLUMNS,
         2,
         1,
-        192,
-        "keys' gradients beyond 128",
-        registers=_LONG_SUMS,
-        max_mask=0,
-        shareable=False,
-    ),
-    _Row(
-        8,
-        1,
-        COLUMNS,
-        2,
-        1,
         256,
-        "the same, by pieces",
+        "keys' gradients beyond 128",
         score_stages=4,
         ds_stages=1,
         pieces=True,
@@ -192,6 +180,8 @@ class _Fused(Hopper[_Row]):
             return "registers hold one mask with holes"
         if work.out_dim > 128 and work.mask_level:
             return f"registers hold no such mask beside a gradient of {work.out_dim} columns"
+        if work.out_dim > 128 and work.side.dtype == "float16":
+            return f"registers hold no powers of two of float16 beside a gradient of {work.out_dim} columns"
         if work.out_dim > 128 and work.dim > 256:
             return f"registers hold no pieces of {work.dim} columns beside a gradient of {work.out_dim}"
         if _entries(work) > MAX_GRID:

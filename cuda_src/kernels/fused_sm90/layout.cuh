@@ -52,8 +52,10 @@ constexpr int kWide = SKL_WIDE_CHUNKS;       // chunks of dQ that one product ma
 constexpr int kSubs = kWarpTiles;            // a consumer works on 64 of every 128 keys of the block
 constexpr int kSubRows = kRows / kSubs;
 constexpr int kDsBytes = kSubRows * kColumns * 2;
-constexpr int kStagingTiles = SKL_STAGING_TILES;  // of 8 columns of dQ, that a buffer to the copy engine takes
-constexpr int kStagingBytes = kDirect ? 64 * kColumns * 2 : 8 * kStagingTiles * kColumns * 4;
+// Of 8 columns of dQ, that a buffer to the copy engine takes. No constexpr int: one symbol more, and the compiler orders
+// the instructions of the whole kernel in another way: D = 64, causal, took 0.329 ms instead of 0.311 on an H200.
+enum : int { kStagingTiles = SKL_STAGING_TILES };
+constexpr int kStagingBytes = 8 * kStagingTiles * kColumns * (kDirect ? 2 : 4);
 constexpr int kStatsBytes = 4 * Stats::kFloats;
 
 // Offsets in shared memory.
@@ -83,6 +85,7 @@ enum Barrier {
 };
 constexpr int kWorkItemsAt = kBarriersAt + 8 * kBarriers;  // behind their ring's barriers, the last ones
 
+static_assert(kStagingTiles == 4 || kStagingTiles == 8, "plan: a chunk of dQ goes in one buffer or two");
 static_assert(kOutTiles <= 24, "plan: registers hold at most 192 columns of dK");
 static_assert(GradSide::kChunks % kWide == 0, "plan: products of dQ are equally wide");
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");

@@ -140,24 +140,25 @@ private:
         __syncwarp();  // everybody has read, and the products want all of them
     }
 
-    // Chunk c.
+    // Chunk c, as many of its columns at a time as a buffer takes.
     __device__ void add(float* sums, const Part& part, int first, int c) {
+        add_tiles(sums, part, first, c, 0, kStagingTiles < 8 ? min(kStagingTiles, sum_tiles(c)) : sum_tiles(c));
+        if constexpr (kStagingTiles < 8)
+            if (sum_tiles(c) > kStagingTiles)
+                add_tiles(sums, part, first, c, kStagingTiles, sum_tiles(c) - kStagingTiles);
+    }
+    __device__ void add_tiles(float* sums, const Part& part, int first, int c, int start, int tiles) {
+        const u32 mine = staging();
+        if (lane == 0) bulk_wait_read<kStagings - 1>();
+        __syncwarp();
 #pragma unroll
-        for (int start = 0; start < sum_tiles(c); start += kStagingTiles) {
-            const int tiles = min(sum_tiles(c) - start, kStagingTiles);
-            const u32 mine = staging();
-            if (lane == 0) bulk_wait_read<kStagings - 1>();
-            __syncwarp();
-#pragma unroll
-            for (int d = 0; d < tiles; ++d)
-                store_float4(mine + (d * 32 + lane) * 16, part[8 * (c - first) + start + d]);
-            async_fence();
-            __syncwarp();
-            if (lane == 0) {
-                bulk_add(sums + sum_index(c, start, thread), mine, tiles * 512);
-                bulk_commit();
-            }
-            stage.advance();
+        for (int d = 0; d < tiles; ++d) store_float4(mine + (d * 32 + lane) * 16, part[8 * (c - first) + start + d]);
+        async_fence();
+        __syncwarp();
+        if (lane == 0) {
+            bulk_add(sums + sum_index(c, start, thread), mine, tiles * 512);
+            bulk_commit();
         }
+        stage.advance();
     }
 };
