@@ -1,8 +1,7 @@
-"""Every example and every Python block of the README runs as a user would run it: its own process, its own folder."""
+"""Every example runs as a user would run it: its own process, its own folder."""
 
 from __future__ import annotations
 
-import ast
 import csv
 import importlib.util
 import json
@@ -21,7 +20,6 @@ from streamkl_cupy.advice import install
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("_"))
-README = ROOT / "README.md"
 
 
 def installed(module: str) -> bool:
@@ -400,44 +398,3 @@ def test_sample_data() -> None:
     assert provenance["model_licence"] == "Apache-2.0"
     assert provenance["text_licence"] == "PSF-2.0"
     assert "".join(data["pieces"]).startswith("Objects, values and types")
-
-
-def readme_blocks() -> list[tuple[int, str]]:
-    """The ```python blocks of README.md with the line each starts on."""
-    if not README.exists():
-        return []
-    text = README.read_text(encoding="utf-8")
-    return [
-        (text.count("\n", 0, block.start()) + 2, block[1])
-        for block in re.finditer(r"^```python[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    ]
-
-
-def imported(code: str) -> set[str]:
-    """The top-level packages a block imports."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
-    return {name.partition(".")[0] for name in names}
-
-
-def test_readme_has_python() -> None:
-    assert readme_blocks(), f"no ```python block in {README}"
-
-
-@pytest.mark.parametrize("line, code", [pytest.param(*block, id=f"line{block[0]}") for block in readme_blocks()])
-def test_readme_block(tmp_path: Path, line: int, code: str) -> None:
-    missing = sorted(module for module in imported(code) - {"streamkl_cupy"} if not installed(module))
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    wants_gpu = "cupy" in imported(code) or "cuda" in code
-    if wants_gpu and "is_available" not in code and not gpu():
-        pytest.skip("the block asks for a CUDA GPU")
-    # Blank lines in front make the line numbers of a traceback those of the README.
-    script = tmp_path / "README.py"
-    script.write_text("\n" * (line - 1) + code, encoding="utf-8")
-    done = python(str(script), cwd=tmp_path)
-    assert done.returncode == 0, f"README.md line {line}\n{done.stdout}\n{done.stderr}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -18,6 +20,7 @@ import streamkl_cupy
 pytest.importorskip("hatchling", reason="needs hatchling, of the test extra")
 
 ROOT = Path(__file__).parents[1]
+INSTALL = ROOT / "docs" / "install.md"
 
 
 def digest(data: bytes) -> str:
@@ -87,7 +90,15 @@ def test_numpy_and_what_holds_its_blas_is_all_that_is_required(wheel: dict[str, 
 
 def test_extras_are_those_the_documentation_names(wheel: dict[str, bytes]) -> None:
     extras = set(metadata(wheel).get_all("Provides-Extra") or [])
-    assert extras == {"cuda12", "cuda13", "torch", "jax", "examples", "bench", "test", "dev"}
+    shown = re.findall(r"`(\w+)`", re.search(r"\| extra \|.*?\n\n", INSTALL.read_text(encoding="utf-8"), re.DOTALL)[0])
+    assert extras <= set(shown)
+    assert extras == {"cuda12", "cuda13", "torch", "jax", "hf", "flax", "examples", "bench", "docs", "test", "dev"}
+
+
+def test_the_command_is_the_module(wheel: dict[str, bytes]) -> None:
+    (entries,) = (text for name, text in wheel.items() if name.endswith("/entry_points.txt"))
+    assert "streamkl-cupy = streamkl_cupy.__main__:main" in entries.decode()
+    assert callable(importlib.import_module("streamkl_cupy.__main__").main)
 
 
 def test_source_archive_holds_the_whole_project(sdist: Path) -> None:

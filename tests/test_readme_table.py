@@ -47,9 +47,44 @@ def results(tmp_path: Path) -> Path:
     return tmp_path / "r.csv"
 
 
-def test_the_readme_agrees_with_the_committed_results(table: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/performance.md"])
+def test_pages_agree_with_the_committed_results(table: ModuleType, name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
     assert text == table.expected(text), "run python examples/benchmarks/readme_table.py"
+    assert ROOT / name in table.PAGES
+
+
+def test_readme_has_six_rows(table: ModuleType) -> None:
+    with table.RESULTS.open(encoding="utf-8", newline="") as file:
+        lines = table.section(list(csv.DictReader(file)), few=True).splitlines()
+    assert sum(line.startswith("| 8, ") for line in lines) == 6
+
+
+STEP = """A card, driver 1.2, 2030-01-02
+random weights, 12 layers of 16 x 128 -> 12 layers of 16 x 64, 1 x 2048 tokens, bfloat16
+torch 3.4 on cuda, transformers 5.6, 20 steps
+
+                      first KL   last KL  ms a step  peak GiB
+eager, maps             0.0103    0.0102       98.7     14.21
+SDPA, attention_kl      0.0103    0.0102       65.4      1.34
+random weights, 12 layers of 16 x 128 -> 12 layers of 16 x 64, 2 x 4096 tokens, bfloat16
+torch 3.4 on cuda, transformers 5.6, 9 steps
+
+                      first KL   last KL  ms a step  peak GiB
+eager, maps           out of memory
+SDPA, attention_kl      0.0103    0.0102      165.4      4.96
+"""
+
+
+def test_a_step_has_the_numbers_that_were_printed(table: ModuleType) -> None:
+    lines = table.step(STEP).splitlines()
+    assert lines[0].startswith(
+        "A card, driver 1.2, 2030-01-02, torch 3.4, transformers 5.6; random weights, 12 layers of "
+    )
+    assert lines[-2:] == [
+        "| 1 × 2,048 | 99 ms, 14.2 GiB | 65 ms, 1.3 GiB |",
+        "| 2 × 4,096 | out of memory | 165 ms, 5.0 GiB |",
+    ]
 
 
 def test_the_table_has_the_numbers_of_the_results(table: ModuleType, results: Path) -> None:
@@ -66,10 +101,11 @@ def test_the_table_has_the_numbers_of_the_results(table: ModuleType, results: Pa
 
 
 def test_a_stale_table_is_replaced_whole(table: ModuleType, results: Path) -> None:
-    text = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
+    begin, end = "<!-- performance:begin -->", "<!-- performance:end -->"
+    text = f"before\n{begin}\nold\n{end}\nafter\n"
     fresh = table.expected(text, results)
     assert "old" not in fresh
     assert table.expected(fresh, results) == fresh
-    assert table.replaced(fresh, "") == f"before\n{table.BEGIN}\n{table.END}\nafter\n"
+    assert table.replaced(fresh, "") == f"before\n{begin}\n{end}\nafter\n"
     with pytest.raises(ValueError, match="has no <!-- performance:begin"):
         table.replaced("no markers", "x")

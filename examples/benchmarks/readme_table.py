@@ -1,4 +1,7 @@
-"""Write the performance table of the README from one benchmark CSV, so that no number is copied by hand.
+"""Write the tables of README and pages from the committed results, so that no number is copied by hand.
+
+Of one benchmark CSV, docs/performance.md gets all and README six rows; all that have a place for it get the table of a
+training step, from what examples/hf_distill.py printed.
 
 python examples/benchmarks/readme_table.py
 python examples/benchmarks/readme_table.py --check
@@ -8,13 +11,16 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parents[1] / "README.md"
+ROOT = HERE.parents[1]
+PAGES = tuple(ROOT / name for name in ("README.md", "docs/index.md", "docs/performance.md"))
 RESULTS = HERE / "h100.csv"
-BEGIN, END = "<!-- performance:begin -->", "<!-- performance:end -->"
+STEP = HERE / "h200_step.txt"
+TABLES = ("performance", "six rows", "step")
 PASSES = ("forward", "backward", "value_and_grad")
 HEAD = (
     "B·H, N, D",
@@ -31,11 +37,15 @@ HEAD = (
     "eager extra MiB",
 )
 
+# What the six rows are, and their columns.
+FEW = ("forward", "backward"), ("8, 8192, 64", "8, 8192, 128", "8, 8192, 128, causal")
+FEW_COLUMNS = (0, 1, 2, 3, 4, 6, 8, 9, 11)
+
 Row = dict[str, str]
 
 
-def section(rows: list[Row]) -> str:
-    """The lines between the markers."""
+def section(rows: list[Row], few: bool = False) -> str:
+    """The lines between the markers; a few of them for README."""
     cases: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
     for row in rows:
         if row["pass"] in PASSES:
@@ -49,11 +59,40 @@ def section(rows: list[Row]) -> str:
         for name in PASSES
         if (name, "streamkl") in found
     ]
+    if few:
+        passes, names = FEW
+        cells = [line for line in cells if line[1] in passes and line[0] in names]
     # A peer that did not take part has no columns.
-    shown = [i for i in range(len(HEAD)) if any(line[i] for line in cells)]
+    shown = [i for i in (FEW_COLUMNS if few else range(len(HEAD))) if any(line[i] for line in cells)]
     table = [HEAD, ("---",) * len(HEAD), *cells]
     lines = [_caption(rows), "", *(f"| {' | '.join(line[i] for i in shown)} |" for line in table)]
-    lines += ["", _host(rows)] if _host(rows) else []
+    lines += ["", _host(rows)] if _host(rows) and not few else []
+    return "\n".join(lines)
+
+
+def step(printed: str) -> str:
+    """The table of a training step: of outputs of examples/hf_distill.py, after a line that names the GPU."""
+    card, *runs = re.split(r"^(?=[^\n]* layers of )", printed, flags=re.MULTILINE)
+    models, versions = (runs[0].splitlines()[i] for i in (0, 1))
+    what, tokens = models.rsplit(", ", 2)[0], re.compile(r", (\d+) x (\d+) tokens, (\w+)$", re.MULTILINE)
+    (dtype,) = {found[3] for found in map(tokens.search, runs) if found}
+    versions = versions.replace(" on cuda", "").rpartition(",")[0]
+    lines = [
+        f"{card.strip()}, {versions}; {what}, {dtype}, KL on every layer. A step "
+        "of `transformers.Trainer` is forward of both models, backward and optimiser; memory is what it takes beyond "
+        "weights and optimiser state.",
+        "",
+        "| tokens | eager attention, its maps | SDPA, `attention_kl` |",
+        "| --- | --- | --- |",
+    ]
+    for run in runs:
+        found = tokens.search(run)
+        cells = []
+        for way in ("eager, maps", "SDPA, attention_kl"):
+            row = re.search(rf"^{way} +[\d.]+ +[\d.]+ +([\d.]+) +([\d.]+)$", run, re.MULTILINE)
+            cells.append(f"{float(row[1]):.0f} ms, {float(row[2]):.1f} GiB" if row else "out of memory")
+        assert found, run
+        lines.append(f"| {found[1]} × {int(found[2]):,} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
 
@@ -117,21 +156,33 @@ def _span(values: list[float], form: str) -> str:
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
-def replaced(text: str, inside: str) -> str:
-    """A README with `inside` between its markers."""
-    before, _, rest = text.partition(BEGIN)
-    _, marker, after = rest.partition(END)
+def replaced(text: str, inside: str, name: str = "performance") -> str:
+    """A page with `inside` between the markers of that name."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, _, rest = text.partition(begin)
+    _, marker, after = rest.partition(end)
     if not marker:
-        raise ValueError(f"the README has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n{inside}\n{END}{after}" if inside else f"{before}{BEGIN}\n{END}{after}"
+        raise ValueError(f"the page has no {begin} ... {end}")
+    return f"{before}{begin}\n{inside}\n{end}{after}" if inside else f"{before}{begin}\n{end}{after}"
 
 
-def expected(text: str, results: Path = RESULTS) -> str:
-    """What the README should be: with the table of the results, or with none while there are none."""
-    if not results.exists():
-        return replaced(text, "")
-    with results.open(encoding="utf-8", newline="") as file:
-        return replaced(text, section(list(csv.DictReader(file))))
+def expected(text: str, results: Path = RESULTS, printed: Path = STEP) -> str:
+    """What a page should be: with the tables of the results that it has a place for, empty while there are none."""
+    rows = []
+    if results.exists():
+        with results.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    made = {
+        "performance": lambda: section(rows) if rows else "",
+        "six rows": lambda: section(rows, few=True) if rows else "",
+        "step": lambda: step(printed.read_text(encoding="utf-8")) if printed.exists() else "",
+    }
+    found = [name for name in TABLES if f"<!-- {name}:begin -->" in text]
+    if not found:
+        raise ValueError(f"the page has no <!-- {TABLES[0]}:begin --> ... and no other table")
+    for name in found:
+        text = replaced(text, made[name](), name)
+    return text
 
 
 def main() -> None:
@@ -140,22 +191,24 @@ def main() -> None:
         epilog="example: python examples/benchmarks/readme_table.py --check",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="CSV", help="default: %(default)s")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if the README and the CSV disagree")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page and the results disagree")
     options = parser.parse_args()
     if not options.results.is_file():
         sys.exit(
             f"{options.results} is missing; python -m streamkl_cupy bench --published --out {options.results.parent} "
             f"--name {options.results.stem} makes it"
         )
-    text = README.read_text(encoding="utf-8")
-    wanted = expected(text, options.results)
-    if text == wanted:
-        print(f"{README.name} agrees with {options.results.name}")
-    elif options.check:
-        sys.exit(f"{README.name} and {options.results.name} disagree; run python {Path(__file__).name}")
-    else:
-        README.write_text(wanted, encoding="utf-8")
-        print(f"wrote the table of {options.results.name} into {README.name}")
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        wanted = expected(text, options.results)
+        name = path.relative_to(ROOT).as_posix()
+        if text == wanted:
+            print(f"{name} agrees with the results")
+        elif options.check:
+            sys.exit(f"{name} and the results disagree; run python {Path(__file__).name}")
+        else:
+            path.write_text(wanted, encoding="utf-8")
+            print(f"wrote the tables of {name}")
 
 
 if __name__ == "__main__":

@@ -28,10 +28,12 @@ class TileLists(NamedTuple):
 
     A row tile is a kernel's stationary tile, of queries or of keys; the tiles in its list are streamed past it.
 
-    offsets: (P, row_tiles + 1) int32. Row tile t of head p owns entries[offsets[p, t] : offsets[p, t + 1]].
-    entries: (n, 4) uint32: tile, 0, and the 64 bits of its sub-blocks, low word first. Tiles ascend within a row tile.
-        Bit (r // 16) * (columns // 16) + c // 16 is set where the sub-block of stationary row r and streamed column c
-        is visible or lies beyond the matrix, so that a tile whose bits are all set needs no look at the pattern.
+    Attributes:
+        offsets: (P, row_tiles + 1) int32. Row tile t of head p owns entries[offsets[p, t] : offsets[p, t + 1]].
+        entries: (n, 4) uint32: tile, 0, and the 64 bits of its sub-blocks, low word first. Tiles ascend within a row
+            tile. Bit (r // 16) * (columns // 16) + c // 16 is set where the sub-block of stationary row r and streamed
+            column c is visible or lies beyond the matrix, so that a tile whose bits are all set needs no look at the
+            pattern.
     """
 
     offsets: NDArray[np.int32]
