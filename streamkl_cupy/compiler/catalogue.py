@@ -26,7 +26,7 @@ from .. import patterns
 from ..concurrency.threads import usable_cores
 from ..errors import CompilerError
 from ..kernels import combine
-from ..kernels.base import PLANES, KernelPlan, Work
+from ..kernels.base import ELEMENT_CODES, PLANES, KernelPlan, Work
 from ..kernels.gpus import facts_for_arch
 from ..kernels.work_tiles import Schedule
 from ..planning import make_plan
@@ -229,10 +229,12 @@ def entries(
 
 
 def hardest(listed: Sequence[Entry]) -> list[Entry]:
-    """Of all entries that share a tile, a role, rules and element types, the one with the largest head dims.
+    """Of all entries that share a tile, a role, rules and sizes of elements, the one with the largest head dims, and of
+    several such the last.
 
-    Registers grow with the head dim, so a tile that holds its largest one without a spill mostly holds the others. The
-    faster float32 mode is left out: it is the precise one with less in it.
+    Registers grow with the head dim, so a tile that holds its largest one without a spill mostly holds the others, and
+    the types of 16 bits differ in one instruction. The faster float32 mode is left out: it is the precise one with less
+    in it.
     """
     groups: dict[object, Entry] = {}
     for entry in listed:
@@ -243,8 +245,7 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
             entry.kernel.name,
             entry.kernel.tile,
             *(rule for slot, rule in entry.kernel.slots if slot != "mask"),
-            constants.get("SKL_T_ELEMENT"),
-            constants.get("SKL_S_ELEMENT"),
+            *(constants.get(code) == ELEMENT_CODES["float32"] for code in ("SKL_T_ELEMENT", "SKL_S_ELEMENT")),
             constants.get("SKL_PACKED_ROWS"),
         )
         if group not in groups or _weight(entry) >= _weight(groups[group]):
