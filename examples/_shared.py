@@ -20,9 +20,9 @@ PICTURES = (".png", ".pdf", ".svg")
 def install(*extras: str) -> str:
     """How to install this package with some of its extras, in the package's own words, also where it is missing."""
     try:
-        from streamkl_cupy.advice.install import command
+        from streamkl_cupy.errors.install import command
     except ImportError:
-        path = Path(__file__).resolve().parents[1] / "streamkl_cupy" / "advice" / "install.py"
+        path = Path(__file__).resolve().parents[1] / "streamkl_cupy" / "errors" / "install.py"
         command = runpy.run_path(str(path))["command"]
     return command(*extras)
 

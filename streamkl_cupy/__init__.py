@@ -17,6 +17,7 @@ from .api import (
     warmup,
 )
 from .errors import CaptureError, CompilerError, DriverError, StreamKLError
+from .frameworks.base import DOORS
 
 __all__ = [
     "CaptureError",
@@ -38,6 +39,16 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from . import patterns
+
+
+def _jax() -> Any:
+    # Imported when JAX arrays come, since it imports JAX.
+    from . import jax
+
+    return jax
+
+
+DOORS["jax"] = _jax
 
 
 def __getattr__(name: str) -> Any:

@@ -128,7 +128,7 @@ def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
     validate.loss(asked)
     row_weight = asked.row_weight
     framework = frameworks.framework_of(ATTENTION_KL.like, like)
-    door = FRAMEWORKS[framework].door()
+    door = frameworks.door(framework)
     if row_weight is not None or door is not None:
         found = {name: frameworks.framework_of(name, x) for name, x in zip(ATTENTION_KL.names, operands, strict=True)}
         if row_weight is not None:
@@ -159,7 +159,7 @@ def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
     like = ready.inputs.student_q
-    if (door := FRAMEWORKS[like.framework].door()) is not None:
+    if (door := frameworks.door(like.framework)) is not None:
         return door.forward(call, dense_teacher_lse)
     stats = ready.forward()
     kl, teacher_lse, student_lse = stats
@@ -184,7 +184,7 @@ def _backward(
     ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl))
     like = ready.inputs.student_q
     ready.checked.backward_bytes(wrt)
-    if (door := FRAMEWORKS[like.framework].door()) is not None:
+    if (door := frameworks.door(like.framework)) is not None:
         return door.backward(call, (grad, teacher_lse, student_lse, kl), wrt)  # type: ignore[no-any-return]
     grads = KLGradients(*ready.backward(wrt))
     return frameworks.given_back(like, operands[call.op.at], grads)
@@ -207,7 +207,7 @@ def _value_and_grad(
     ready.checked.backward_bytes(wrt)
     if row_weight is not None:
         row_weight = framework.detached(validate.row_weight(row_weight, ready.checked.row_shape, like))
-    if (door := framework.door()) is not None:
+    if (door := frameworks.door(like.framework)) is not None:
         return door.value_and_grad(call, row_weight, reduction, wrt)  # type: ignore[no-any-return]
     stats = ready.forward()
     xp = frameworks.namespace(like)

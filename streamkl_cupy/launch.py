@@ -27,7 +27,7 @@ from .rules.masks import parts_of
 
 if TYPE_CHECKING:
     from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved
-    from .patterns.memory import Lists
+    from .kernels.tile_lists import Lists
 
 LOG2E = 1.4426950408889634
 
@@ -378,7 +378,7 @@ def _tile_lists(problem: Problem, plan: KernelPlan) -> Lists | None:
     if pattern is None or tile is None:
         return None
     # Imported here, because most calls have none.
-    from .patterns.memory import lists_for
+    from .kernels.tile_lists import lists_for
 
     by_keys, schedule = plan.task.stationary == "k", plan.schedule
     return lists_for(pattern, problem.device.index, tile.rows, tile.columns, by_keys, schedule.group, schedule.longest)

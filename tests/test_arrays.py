@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import arrays, frameworks
-from streamkl_cupy.advice import install
 from streamkl_cupy.arrays import host
+from streamkl_cupy.errors import install
 from streamkl_cupy.frameworks import describe, dlpack
 
 BASE = np.arange(2 * 3 * 5 * 8, dtype=np.float32).reshape(2, 3, 5, 8)

@@ -23,13 +23,12 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import frameworks
 from streamkl_cupy.__main__ import COMMANDS, main
-from streamkl_cupy.advice import install
-from streamkl_cupy.cli import bench, cases, doctor, environment, peers, report
+from streamkl_cupy.cli import bench, cases, catalogue, doctor, environment, peers, report
 from streamkl_cupy.cli import compile as compile_command
 from streamkl_cupy.cli.cases import PASSES, Case, attention_flops, kl_flops
-from streamkl_cupy.compiler import catalogue, settings
 from streamkl_cupy.compiler import nvrtc as compiler
-from streamkl_cupy.errors import CompilerError
+from streamkl_cupy.compiler import settings
+from streamkl_cupy.errors import CompilerError, install
 from streamkl_cupy.testing import timing
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy.advice import install
 from streamkl_cupy.compiler import cache
 from streamkl_cupy.compiler import nvrtc as compiler
 from streamkl_cupy.compiler.source import flatten
-from streamkl_cupy.errors import CompilerError, DriverError
+from streamkl_cupy.errors import CompilerError, DriverError, install
 
 pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
 

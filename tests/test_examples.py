@@ -16,7 +16,7 @@ import pytest
 from conftest import EXAMPLES, load_script
 
 import streamkl_cupy
-from streamkl_cupy.advice import install
+from streamkl_cupy.errors import install
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("_"))

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy.advice import install
 from streamkl_cupy.cli import compile as compile_command
 from streamkl_cupy.cli import doctor, environment
 from streamkl_cupy.compiler import nvrtc as compiler
-from streamkl_cupy.errors import CompilerError
+from streamkl_cupy.errors import CompilerError, install
 from streamkl_cupy.frameworks.cupy import cupy_module
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -88,7 +87,7 @@ def test_in_a_checkout_the_command_names_it() -> None:
 def test_elsewhere_the_command_names_the_installed_package(tmp_path: Path) -> None:
     """pip takes what is installed for the name and looks for nothing but what the extra needs."""
     shutil.copytree(ROOT / "streamkl_cupy", tmp_path / "streamkl_cupy", ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from streamkl_cupy.advice import install; print(install.command('cuda12'), install.__file__)"
+    code = "from streamkl_cupy.errors import install; print(install.command('cuda12'), install.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split(" /")[0] == 'pip install "streamkl-cupy[cuda12]"'
     assert str(tmp_path) in done.stdout
@@ -110,7 +109,7 @@ def test_nobody_else_names_the_package_to_pip() -> None:
     texts = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")]
     for folder in ("streamkl_cupy", "examples", "cuda_src", "tests"):
         texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".cu", ".cuh")]
-    allowed = {ROOT / "streamkl_cupy" / "advice" / "install.py", Path(__file__).resolve()}
+    allowed = {ROOT / "streamkl_cupy" / "errors" / "install.py", Path(__file__).resolve()}
     guilty = [
         path.relative_to(ROOT).as_posix()
         for path in texts
@@ -123,4 +122,4 @@ def test_importing_it_needs_nothing_but_the_standard_library() -> None:
     code = f"import runpy, sys; runpy.run_path({install.__file__!r}); print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-    assert importlib.import_module("streamkl_cupy.advice.install") is install
+    assert importlib.import_module("streamkl_cupy.errors.install") is install

@@ -15,9 +15,9 @@ from streamkl_cupy import problem as problems
 from streamkl_cupy.arrays import ArrayView, Gradients, Inputs, RowStats, Saved
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.errors import CaptureError
+from streamkl_cupy.kernels import tile_lists
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.options import parse
-from streamkl_cupy.patterns import memory as pattern_memory
 from streamkl_cupy.problem import INPUT_NAMES, MaskSpec, Operand, Side, compact_strides
 
 
@@ -86,15 +86,15 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
         return function
 
     launch._primary_context.cache_clear()
-    for module in (launch, pattern_memory):
+    for module in (launch, tile_lists):
         monkeypatch.setattr(module, "import_cupy", lambda: cupy)
     monkeypatch.setattr(launch, "device_facts", lambda index: facts_for_arch(request.param))
     monkeypatch.setattr(launch, "load", in_context(Loaded(1, None)))
     monkeypatch.setattr(launch, "encode", in_context(bytes(128)))
     yield made
     launch._primary_context.cache_clear()
-    pattern_memory._uploaded.clear()
-    pattern_memory._left.clear()
+    tile_lists._uploaded.clear()
+    tile_lists._left.clear()
 
 
 def view(name: str, shape: tuple[int, ...], device: int, dtype: str = "float16") -> ArrayView:
@@ -218,13 +218,13 @@ def test_a_warmup_leaves_nothing_to_load(driver: Driver) -> None:
 def test_kernels_walk_lists_of_their_own_tiles(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose rows a list is of, and how many a tile has, is what the kernel was compiled for."""
     asked: list[tuple[int, ...]] = []
-    real = pattern_memory.lists_for
+    real = tile_lists.lists_for
 
     def lists_for(pattern: Any, *how: Any) -> Any:
         asked.append(how)
         return real(pattern, *how)
 
-    monkeypatch.setattr(pattern_memory, "lists_for", lists_for)
+    monkeypatch.setattr(tile_lists, "lists_for", lists_for)
     pattern = scattered()
     for wrt in (INPUT_NAMES[:1], INPUT_NAMES[3:], INPUT_NAMES):
         problem = Problem(1, block_mask=pattern)
@@ -250,19 +250,19 @@ def test_lists_of_a_pattern_outlive_it_until_the_gpu_has_passed(driver: Driver) 
     pattern = scattered()
     problem = Problem(0, block_mask=pattern)
     problem.forward()
-    kept = list(pattern_memory._uploaded[pattern.digest].values())
+    kept = list(tile_lists._uploaded[pattern.digest].values())
     assert kept
     del problem, pattern
-    assert pattern_memory._uploaded == {}
-    assert pattern_memory._left == kept
+    assert tile_lists._uploaded == {}
+    assert tile_lists._left == kept
     other = scattered()
     Problem(0, block_mask=other).forward()
-    assert set(kept) <= set(pattern_memory._left), "given back while a kernel may be reading"
+    assert set(kept) <= set(tile_lists._left), "given back while a kernel may be reading"
     for event in driver.events:
         event.done = True
     another = scattered()
     Problem(0, block_mask=another).forward()
-    assert not set(kept) & set(pattern_memory._left)
+    assert not set(kept) & set(tile_lists._left)
 
 
 def test_lists_that_a_graph_has_captured_stay(driver: Driver) -> None:
@@ -272,23 +272,23 @@ def test_lists_that_a_graph_has_captured_stay(driver: Driver) -> None:
     driver.capturing = True
     problem.forward()
     driver.capturing = False
-    kept = list(pattern_memory._uploaded[pattern.digest].values())
+    kept = list(tile_lists._uploaded[pattern.digest].values())
     del problem, pattern
     for event in driver.events:
         event.done = True
     other = scattered()
     Problem(0, block_mask=other).forward()
-    assert set(kept) <= set(pattern_memory._left)
+    assert set(kept) <= set(tile_lists._left)
 
 
 def test_equal_patterns_share_lists_until_the_last_is_gone(driver: Driver) -> None:
     first = scattered()
     second = patterns.BlockPattern(first.row_offsets, first.key_blocks, *first.grid)
     Problem(0, block_mask=first).forward()
-    (lists,) = pattern_memory._uploaded[first.digest].values()
+    (lists,) = tile_lists._uploaded[first.digest].values()
     digest = first.digest
     del first
     Problem(0, block_mask=second).forward()
-    assert list(pattern_memory._uploaded[digest].values()) == [lists]
+    assert list(tile_lists._uploaded[digest].values()) == [lists]
     del second
-    assert pattern_memory._uploaded == {}
+    assert tile_lists._uploaded == {}

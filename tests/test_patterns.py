@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy import patterns
-from streamkl_cupy.advice import install
+from streamkl_cupy.errors import install
 from streamkl_cupy.kernels.work_tiles import Lists, cut, survey
 from streamkl_cupy.patterns import BlockPattern, CoverageWarning, families, pattern
 from streamkl_cupy.patterns.pattern import LARGEST

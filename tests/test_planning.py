@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import patterns
-from streamkl_cupy.compiler import catalogue
+from streamkl_cupy.cli import catalogue
 from streamkl_cupy.errors import DriverError
 from streamkl_cupy.kernels import KERNELS, combine, gpus
 from streamkl_cupy.kernels.base import Work

@@ -11,7 +11,7 @@ import os
 import numpy as np
 import pytest
 
-from streamkl_cupy.compiler import catalogue
+from streamkl_cupy.cli import catalogue
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.problem import Problem
 from streamkl_cupy.rules.divergences import DIVERGENCES

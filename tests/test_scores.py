@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from streamkl_cupy import validate
 from streamkl_cupy.arrays import Saved
 from streamkl_cupy.call import Call, runner_for
-from streamkl_cupy.compiler import catalogue
+from streamkl_cupy.cli import catalogue
 from streamkl_cupy.compiler.source import cuda_root, flatten
 from streamkl_cupy.frameworks import describe
 from streamkl_cupy.kernels.gpus import facts_for_arch

@@ -144,25 +144,48 @@ def test_a_kernel_is_a_pair_of_files() -> None:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules of the package that a module imports, inside functions and for types too."""
+    """Modules of the package that a module imports, inside functions, for types and by their names too."""
     package = list(path.relative_to(PACKAGE).parent.parts)
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+            if name.startswith((".", "streamkl_cupy.")):
+                found.add(".".join((*(package if name[0] == "." else ()), *name.split(".")[1:])))
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
             found |= {".".join((*base, name.name)) for name in node.names} | {".".join(base)}
     return found
 
 
-def test_imports_run_one_way() -> None:
+def imports() -> dict[str, set[str]]:
     files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
     graph = {name: (imports_of(path) & modules.keys()) - {name} for name, path in modules.items()}
     assert graph["api"] >= {"call", "planning"}, "the search is broken"
+    assert graph["call"] >= {"launch"}, "the search for names is broken"
+    return graph
+
+
+def demand_one_way(graph: dict[str, set[str]], what: str) -> None:
     try:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
-        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+        pytest.fail(f"{what} import each other: {' -> '.join(error.args[1])}")
+
+
+def test_imports_run_one_way() -> None:
+    demand_one_way(imports(), "modules")
+
+
+def test_rooms_are_on_floors() -> None:
+    """A room is a folder of the package, or a module beside them: none imports what imports it in a roundabout way."""
+    rooms: dict[str, set[str]] = {}
+    for name, imported in imports().items():
+        room = name.partition(".")[0]
+        rooms.setdefault(room, set()).update({other.partition(".")[0] for other in imported} - {room})
+    assert rooms["launch"] >= {"kernels", "compiler"}, "the search is broken"
+    demand_one_way(rooms, "rooms")
 
 
 def test_the_top_level_fits_on_a_screen() -> None:

@@ -27,13 +27,11 @@ import numpy as np
 
 import streamkl_cupy as streamkl
 from streamkl_cupy import frameworks, patterns
-from streamkl_cupy.advice import install
 from streamkl_cupy.arrays import ITEMSIZE
-from streamkl_cupy.cli import bench, environment, exit_code, report
+from streamkl_cupy.cli import bench, catalogue, environment, exit_code, report
 from streamkl_cupy.cli.cases import home_of, numpy_type, to_float64, torch_missing
 from streamkl_cupy.cli.values import positive, results, seconds, whole
-from streamkl_cupy.compiler import catalogue
-from streamkl_cupy.errors import StreamKLError
+from streamkl_cupy.errors import StreamKLError, install
 from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.patterns.families import MOST_HEADS
 from streamkl_cupy.patterns.pattern import MAX_BLOCK, UNIT

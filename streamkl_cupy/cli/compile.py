@@ -11,14 +11,13 @@ from contextlib import closing
 from pathlib import Path
 
 from .. import frameworks
-from ..advice import install
-from ..compiler import cache, catalogue, settings
-from ..compiler.catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, Built
+from ..compiler import cache, settings
 from ..compiler.nvrtc import supported_archs
-from ..errors import CompilerError
+from ..errors import CompilerError, install
 from ..problem import Problem
 from ..rules.divergences import DIVERGENCES
-from . import report
+from . import catalogue, report
+from .catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, Built
 from .values import dims
 
 HELP = "compile kernels ahead of time into the cache; needs no GPU"

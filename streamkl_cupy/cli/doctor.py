@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ..advice import install
 from ..api import attention_kl_value_and_grad
 from ..compiler import settings
 from ..compiler.nvrtc import import_cupy, supported_archs
+from ..errors import install
 from ..kernels.gpus import DeviceFacts
 from ..problem import INPUT_NAMES, STUDENT
 from ..testing import problems, reference
@@ -175,8 +175,8 @@ def _device(index: int) -> dict[str, Any]:
 
 def family_of(facts: DeviceFacts) -> str:
     """The kernels a GPU runs for an ordinary problem, or why it runs none."""
-    from ..compiler.catalogue import ELEMENT_TYPES, problem
     from ..planning import make_plan
+    from .catalogue import ELEMENT_TYPES, problem
 
     try:
         plan = make_plan(problem((128, 128), ELEMENT_TYPES[0]), facts)

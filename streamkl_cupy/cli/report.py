@@ -16,7 +16,7 @@ from textwrap import fill
 from types import TracebackType
 from typing import Any
 
-from ..advice import install
+from ..errors import install
 
 NARROWEST = 150
 """Columns assumed where the output is no terminal, so that a log keeps whole lines."""

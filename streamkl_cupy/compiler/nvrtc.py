@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..advice import install
-from ..errors import CompilerError, DriverError
+from ..errors import CompilerError, DriverError, install
 from . import cache, settings
 
 # Raise it when the meaning of an entry changes in a way that the other parts of the key do not show.

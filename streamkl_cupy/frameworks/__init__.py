@@ -19,7 +19,7 @@ from ..arrays import ITEMSIZE, ArrayView, RowStats
 from ..options import MASK_ARRAYS
 from ..problem import Device, compact_strides
 from ..rules.registry import entries_of
-from .base import FRAMEWORKS, READERS, Framework, Reader, dtype_label, known, refused_dtype
+from .base import DOORS, FRAMEWORKS, READERS, Framework, Reader, dtype_label, known, refused_dtype
 from .cupy import cupy_module
 
 _R = TypeVar("_R")
@@ -139,6 +139,13 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
 def empty_rows(like: ArrayView, shape: tuple[int, ...], dtype: str) -> RowStats:
     """The three row arrays, likewise."""
     return FRAMEWORKS[like.framework].empty_rows(like, shape, dtype)
+
+
+def door(framework: str) -> Any:
+    """The module that runs calls with a framework's arrays in its own programs; None where kernels are launched on its
+    memory."""
+    found = DOORS.get(framework)
+    return None if found is None else found()
 
 
 def stream_of(view: ArrayView) -> int:

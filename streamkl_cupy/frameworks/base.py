@@ -125,11 +125,6 @@ class Framework:
         """A result in the type of the caller's array `like`."""
         return result
 
-    def door(self) -> Any:
-        """The module of this package that runs calls in the framework's own programs; None where kernels are launched
-        on its memory."""
-        return None
-
     # What helps its callers: expressions to write in place of `name`.
 
     def convert(self, name: str, source: str) -> str:
@@ -149,6 +144,9 @@ class Framework:
         return f"{self.name}.ascontiguousarray({name})"
 
 
+DOORS: dict[str, Callable[[], Any]] = {}
+"""By framework, what gives the module of this package that runs calls in the framework's own programs; whoever is above
+both adds it. Kernels are launched on the memory of all others."""
 FRAMEWORKS: dict[str, Framework] = {}
 """Those whose arrays have come, by name."""
 QUICK: dict[type, Framework] = {}

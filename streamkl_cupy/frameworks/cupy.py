@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, ClassVar
 
-from ..advice import install
 from ..arrays import ITEMSIZE, ArrayView, cuda, in_elements
+from ..errors import install
 from ..problem import Device
 from .numpy import NAMES, TYPES, NumPy
 

@@ -64,9 +64,6 @@ class JAX(Framework):
     def namespace(self, device: Device) -> Any:
         return importlib.import_module("jax.numpy")
 
-    def door(self) -> Any:
-        return importlib.import_module("streamkl_cupy.jax")
-
     def convert(self, name: str, source: str) -> str:
         return f"jax.numpy.asarray({name})"
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..advice import install
+from ..errors import install
 
 PIXELS = 512
 Extents = tuple[int, int]

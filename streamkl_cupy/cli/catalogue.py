@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from .. import patterns
+from ..compiler import cache
+from ..compiler import nvrtc as compiler
 from ..concurrency.threads import usable_cores
 from ..errors import CompilerError
 from ..kernels import combine
@@ -32,8 +34,6 @@ from ..kernels.work_tiles import Schedule
 from ..planning import make_plan
 from ..problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from ..rules.masks import MASKS, together
-from . import cache
-from . import nvrtc as compiler
 
 DIMS = (
     *((dim, dim) for dim in (16, 32, 64, 80, 96, 128, 160, 192, 256)),

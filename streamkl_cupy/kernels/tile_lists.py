@@ -11,9 +11,9 @@ from contextlib import suppress
 from typing import Any
 
 from ..compiler.nvrtc import import_cupy
-from ..kernels.work_tiles import cut, survey
-from . import BlockPattern
-from .pattern import when_gone
+from ..patterns import BlockPattern
+from ..patterns.pattern import when_gone
+from .work_tiles import cut, survey
 
 
 class Lists:
