@@ -4,7 +4,7 @@ PYTHON ?= python
 # What a mistake in the host code breaks first: references and judges, the NumPy kernels against them, plans, masks'
 # blocks, what is packed for a kernel or handed to a backend, CUDA texts and their seams, and the refusals of a call.
 QUICK = reference compare cases properties numpy_backend patterns planning launch packing handed_down source seams api validate
-.PHONY: quick check format test-cpu test-gpu mutate sanitize bench
+.PHONY: quick check format test-cpu test-gpu pages mutate sanitize bench
 
 check: ## lint, format, types
 	$(PYTHON) -m ruff check .
@@ -23,6 +23,11 @@ test-cpu: ## everything a machine without a GPU can prove, compiling included
 
 test-gpu: ## the rest, on the GPU at hand
 	$(PYTHON) -m pytest -m gpu
+
+pages: ## pictures, what the tour prints, and the site in build/site, with warnings as errors
+	$(PYTHON) docs/_tools/pictures.py
+	$(PYTHON) docs/_tools/notebook.py docs/tour.ipynb
+	$(PYTHON) -m sphinx -q -W --keep-going docs build/site
 
 mutate: ## small faults planted in the host code, one at a time, and what the tests say; about an hour
 	$(PYTHON) tests/mutate.py --count 100 --jobs 2
