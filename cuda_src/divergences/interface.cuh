@@ -10,6 +10,7 @@
 //     store(to, stride), load(from, stride)  the state as floats in memory (their number stands in the registry)
 //     finish(value, lse_t, lse_s) value of the row and the two natural log-sum-exps; a row without keys gives
 //                              0, -inf, -inf
+//     entropy(lse_t)           where kEntropy, the teacher's, nats, beside the log-sum-exp that came of the row
 //
 //   struct LogitGradient<side> derivative of a row's value by one logit, up to a constant:
 //     kFactor                  that constant
@@ -19,6 +20,11 @@
 //                              exponent
 #pragma once
 #include "common/math.cuh"
+
+#ifndef SKL_ENTROPY  // of the forward and what joins its splits; other kernels have no row results
+#define SKL_ENTROPY 0
+#endif
+enum : bool { kEntropy = SKL_ENTROPY };  // whether the teacher's entropy is a result of the row
 
 enum Side { kTeacher = 0, kStudent = 1 };
 

@@ -2,17 +2,22 @@
 #pragma once
 #include "divergences/relative_entropy.cuh"
 
-using RowState = RelativeEntropy;
+struct RowState : RowSums<TeacherRelative> {
+    __device__ void finish(float& value, float& lse_t, float& lse_s) const {
+        value = kLn2 * (terms[0] / l_t + log2f(l_s / l_t));
+        settle(value, lse_t, lse_s);
+    }
+};
 
 template <int SIDE>
 struct LogitGradient;
 
 template <>
-struct LogitGradient<kTeacher> : EntropyByFirst {
+struct LogitGradient<kTeacher> : RelativeByFirst {
     __device__ static float evaluate(float x, float y, float value) { return of(x, y, value); }
 };
 
 template <>
-struct LogitGradient<kStudent> : EntropyBySecond {
+struct LogitGradient<kStudent> : RelativeBySecond {
     __device__ static float evaluate(float x, float y, float value) { return of(x, y, value); }
 };

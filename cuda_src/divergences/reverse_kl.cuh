@@ -2,17 +2,10 @@
 #pragma once
 #include "divergences/relative_entropy.cuh"
 
-// The student's distribution is the one that weighs.
-struct RowState : RelativeEntropy {
-    RowState() = default;
-    __device__ RowState(const RelativeEntropy& x) : RelativeEntropy(x) {}
-
-    template <int COUNT, class T, class S>
-    __device__ static void absorb(RowState (&rows)[COUNT], const T (&t)[COUNT], const S (&s)[COUNT]) {
-        RelativeEntropy::absorb(rows, s, t);
-    }
+struct RowState : RowSums<StudentRelative> {
     __device__ void finish(float& value, float& lse_t, float& lse_s) const {
-        RelativeEntropy::finish(value, lse_s, lse_t);
+        value = kLn2 * (terms[0] / l_s + log2f(l_t / l_s));
+        settle(value, lse_t, lse_s);
     }
 };
 
@@ -20,11 +13,11 @@ template <int SIDE>
 struct LogitGradient;
 
 template <>
-struct LogitGradient<kTeacher> : EntropyBySecond {
+struct LogitGradient<kTeacher> : RelativeBySecond {
     __device__ static float evaluate(float x, float y, float value) { return of(y, x, value); }
 };
 
 template <>
-struct LogitGradient<kStudent> : EntropyByFirst {
+struct LogitGradient<kStudent> : RelativeByFirst {
     __device__ static float evaluate(float x, float y, float value) { return of(y, x, value); }
 };

@@ -12,8 +12,12 @@ extern "C" __global__ void __launch_bounds__(SKL_THREADS) streamkl_combine(const
     const i64 index = static_cast<i64>(blockIdx.x) * SKL_THREADS + threadIdx.x;
     if (index >= rows) return;
     const float* const from = reinterpret_cast<const float*>(args.workspace) + index;
-    RowState state = RowState::load(from, n.splits * rows);
-    for (int split = 1; split < n.splits; ++split) state.merge(RowState::load(from + split * rows, n.splits * rows));
+    RowState state, other;
+    state.load(from, n.splits * rows);
+    for (int split = 1; split < n.splits; ++split) {
+        other.load(from + split * rows, n.splits * rows);
+        state.merge(other);
+    }
     const int r = static_cast<int>(index % n.queries), pair = static_cast<int>(index / n.queries);
     const int b = pair / n.heads, h = pair % n.heads;
     float& value = row_vector(args.value, b, h)[r * args.value.row];
@@ -26,4 +30,5 @@ extern "C" __global__ void __launch_bounds__(SKL_THREADS) streamkl_combine(const
     } else {
         state.finish(value, lse_t, lse_s);
     }
+    if constexpr (kEntropy) row_vector(args.entropy, b, h)[r * args.entropy.row] = state.entropy(lse_t);
 }

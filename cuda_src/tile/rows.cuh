@@ -84,6 +84,9 @@ __device__ inline void write_rows(const ForwardArgs& args, const Block& block, c
             if constexpr (Offsets::kAny)
                 add_offsets(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row],
                             offset.x, offset.y);
+            if constexpr (kEntropy)
+                row_vector(args.entropy, block.batch, block.head, segment.first_query)[r * args.entropy.row] =
+                    x.entropy(lse_t[r * args.teacher_lse.row]);
         } else {
             if (Offsets::kAny && block.split == 0) {
                 lse_t[r * args.teacher_lse.row] = offset.x;

@@ -271,6 +271,7 @@ FORWARD = Struct(
         Field("teacher_scale", "float"),
         Field("student_scale", "float"),
         Field("workspace", "u64", "row states where keys are split: [field][split][B H][M]"),
+        Field("entropy", TENSOR3, "nats, where it is wanted"),
     ),
 )
 

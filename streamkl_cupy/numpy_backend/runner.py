@@ -36,6 +36,7 @@ from ..concurrency.threads import Team, Turn
 from ..problem import Problem
 from ..rules import masks as rules
 from ..rules.divergences import DIVERGENCES
+from ..rules.divergences.interface import RowResults
 from ..rules.scores import SCORES
 from .block import LOG2E, Array, Block, Half, Place, Scratch, Tile, Totals, canonical, rows_at, slices
 from .elements import narrow
@@ -155,7 +156,7 @@ class Runner:
             scratch = scratches.pop()
             for task in team:
                 found = self._block_forward(task.views, task.place, task.at, scratch, team)
-                for out, x in zip(task.outputs, found, strict=True):
+                for out, x in zip(task.outputs, [x for x in found if x is not None], strict=True):
                     out[task.at] = x
 
         scratches = self._scratches(places, count)
@@ -308,7 +309,7 @@ class Runner:
 
     def _block_forward(
         self, views: dict[str, Array], place: Place, at: Block, scratch: Scratch, team: Team[Any]
-    ) -> tuple[Array, Array, Array]:
+    ) -> RowResults:
         teacher, student = self._halves(views, at, scratch)
         state = self._divergence.row_state(teacher.q.shape[:3], self._dtype)
         for tile in self._tiles(place, at):
@@ -325,7 +326,7 @@ class Runner:
         value: Array | float = 0.0
         if any(want and half.name in divergence.needs_value for half, want in zip(halves, wanted, strict=True)):
             if "kl" not in saved:
-                saved["kl"] = self._block_forward(views, place, at, scratch, team)[0]
+                saved["kl"] = self._block_forward(views, place, at, scratch, team).value
             value = saved["kl"][..., None] * LOG2E
         # -inf marks a row without keys: not a number to subtract, and the row weighs nothing whatever memory holds.
         empty = np.isneginf(saved["teacher_lse"])

@@ -1,4 +1,4 @@
-"""The divergences by name: every module of this folder but `interface` is one, and has it as `DIVERGENCE`."""
+"""The divergences by name: every module of this folder but `interface` and `sums` is one, as `DIVERGENCE`."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from typing import Final
 from ..registry import entries_of
 from .interface import Divergence
 
-DIVERGENCES: Final[dict[str, Divergence]] = entries_of(__name__, __path__, "DIVERGENCE", ("interface",))
+DIVERGENCES: Final[dict[str, Divergence]] = entries_of(__name__, __path__, "DIVERGENCE", ("interface", "sums"))

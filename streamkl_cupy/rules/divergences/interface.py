@@ -21,20 +21,30 @@ Scratch = Callable[[str, tuple[int, ...]], Array]
 """(name, shape) -> a buffer, what it held before included."""
 
 
+class RowResults(NamedTuple):
+    """What a forward has of the rows of a block; all of a row are NaN where it saw NaN or Inf on either side: the value
+    could be infinite and a log-sum-exp finite, and a backward from that would be silent."""
+
+    value: Array
+    """Nats; 0 for a row without keys."""
+    teacher_lse: Array
+    """Natural logarithms; -inf for a row without keys."""
+    student_lse: Array
+    teacher_entropy: Array | None
+    """Nats, where it is wanted; 0 for a row without keys."""
+
+
 class RowState(Protocol):
     """Partial sums of the rows of one block over the keys seen so far."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None: ...
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], entropy: bool = False) -> None:
+        """`entropy`: whether the teacher's is wanted."""
 
     def absorb(self, teacher: Array, student: Array, visible: Array | None, scratch: Scratch, /) -> None:
         """Add a tile of keys: base-2 logits (b, h, m, n), -inf where not visible, which may be overwritten."""
 
-    def finish(self, teacher_offset: Array | float, student_offset: Array | float, /) -> tuple[Array, Array, Array]:
-        """Value in nats and both natural log-sum-exps, of logits that lack so much in base 2.
-
-        A row without keys gives 0, -inf, -inf. All three are NaN for a row that saw NaN or Inf on either side: the
-        value could be infinite and a log-sum-exp finite, and a backward from that would be silent.
-        """
+    def finish(self, teacher_offset: Array | float, student_offset: Array | float, /) -> RowResults:
+        """Results of rows whose logits lack so much in base 2."""
 
 
 class TileGradients(Protocol):

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from . import kl
 from .interface import Array, Divergence, Scratch, Terms
+from .sums import LN2, Sums, Term
 
 
-class Rows(kl.Rows):
+class Rows(Sums):
     """Row state of one block; the student's distribution is the one that weighs."""
 
-    def absorb(self, teacher: Array, student: Array, visible: Array | None, scratch: Scratch) -> None:
-        """Add a tile of keys: base-2 logits, which are overwritten."""
-        super().absorb(student, teacher, visible, scratch)
+    own = (
+        Term(
+            "q", lambda u, v, out: np.subtract(v, u, out=out), lambda x, m: m.shrink_s * (x - (m.d_s - m.d_t) * m.l_s)
+        ),
+    )
 
-    def finish(self, teacher_offset: Array | float, student_offset: Array | float) -> tuple[Array, Array, Array]:
-        """Value in nats and both natural log-sum-exps, of logits that lack so much in base 2."""
-        value, student_lse, teacher_lse = super().finish(student_offset, teacher_offset)
-        return value, teacher_lse, student_lse
+    def value(self) -> Array:
+        return np.asarray(LN2 * (self.terms[0] / self.l_s + np.log2(self.l_t / self.l_s)))
 
 
 def _swapped(rows: Terms) -> Terms:
@@ -48,8 +51,8 @@ DIVERGENCE = Divergence(
     state_floats=5,
     row_state=Rows,
     tile_gradients=tile_gradients,
-    factors=(1.0, kl.LN2),
-    tile_buffers=("difference",),
+    factors=(1.0, LN2),
+    tile_buffers=("term0",),
     row_values=lambda rows: kl.row_values(_swapped(rows)),
     row_gradients=row_gradients,
     row_magnitudes=row_magnitudes,

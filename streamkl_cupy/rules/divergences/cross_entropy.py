@@ -1,0 +1,72 @@
+"""The cross-entropy H(P, Q) = KL(P || Q) + H(P), which never is 0: to the student it is what KL is.
+
+Of tiles, with the sums of `sums.py`:
+
+    C = sum 2^u v     H(P, Q) = ln2 (log2 l_s - C / l_t)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .interface import Array, Divergence, Scratch, Terms
+from .sums import LN2, Sums, Term
+
+
+def _student(u: Array, v: Array, out: Array) -> None:
+    """v, and NaN beside an infinite u, whose weight may be 0."""
+    np.multiply(u, 0, out=out)
+    out += v
+
+
+class Rows(Sums):
+    """Row state of one block."""
+
+    own = (Term("p", _student, lambda x, m: m.shrink_t * (x - m.d_s * m.l_t)),)
+
+    def value(self) -> Array:
+        return np.asarray(LN2 * (np.log2(self.l_s) - self.terms[0] / self.l_t))
+
+
+def tile_gradients(
+    x: Array, y: Array, value: Array | float, wanted: tuple[bool, bool], visible: Array | None, scratch: Scratch
+) -> tuple[Array | None, Array | None]:
+    """From log2 P, log2 Q and the row's value: P (-y - value) and Q - P, of the wanted ones."""
+    d_p = d_q = None
+    if wanted[0]:
+        d_p = np.subtract(-value, y, out=scratch("term0", x.shape))
+        if visible is not None:
+            np.copyto(d_p, 0, where=~visible)
+    np.exp2(x, out=x)
+    if d_p is not None:
+        d_p *= x
+    if wanted[1]:
+        d_q = np.exp2(y, out=y)
+        d_q -= x
+    return d_p, d_q
+
+
+def row_gradients(rows: Terms, value: Array) -> tuple[Array, Array]:
+    """By the logits of P and of Q."""
+    return rows.p * (-rows.log_q - value), rows.q - rows.p
+
+
+def row_magnitudes(rows: Terms, value: Array) -> tuple[Array, Array]:
+    """Of the terms of `row_gradients`."""
+    return rows.p * (1 + np.abs(rows.log_q) + np.abs(value)), rows.p + rows.q
+
+
+DIVERGENCE = Divergence(
+    name="cross_entropy",
+    header="divergences/cross_entropy.cuh",
+    formula="-sum(P * log(Q))",
+    needs_value=("teacher",),
+    state_floats=5,
+    row_state=Rows,
+    tile_gradients=tile_gradients,
+    factors=(LN2, 1.0),
+    tile_buffers=("term0",),
+    row_values=lambda rows: np.asarray(-(rows.p * rows.log_q).sum(axis=-1)),
+    row_gradients=row_gradients,
+    row_magnitudes=row_magnitudes,
+)
