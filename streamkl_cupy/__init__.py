@@ -6,8 +6,10 @@ One primitive over arrays of NumPy, CuPy, PyTorch, JAX and of other frameworks w
 from typing import TYPE_CHECKING, Any
 
 from .api import (
+    KLEntropy,
     KLForward,
     KLForwardMass,
+    KLForwardRows,
     KLGradients,
     attention_kl,
     attention_kl_backward,
@@ -23,8 +25,10 @@ __all__ = [
     "CaptureError",
     "CompilerError",
     "DriverError",
+    "KLEntropy",
     "KLForward",
     "KLForwardMass",
+    "KLForwardRows",
     "KLGradients",
     "StreamKLError",
     "attention_kl",

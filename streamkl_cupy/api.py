@@ -19,7 +19,7 @@ from .frameworks.base import FRAMEWORKS
 from .ops import ATTENTION_KL, OPS
 from .options import REDUCTIONS, Layout, LossOptions, Precision, Reduction
 from .problem import STUDENT, Device, Problem, Wrt
-from .results import A, KLForward, KLForwardMass, KLGradients
+from .results import A, KLEntropy, KLForward, KLForwardMass, KLForwardRows, KLGradients, rows_of
 from .rules import reductions
 from .rules.divergences import DIVERGENCES
 
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     AnyPlan: TypeAlias = Plan | NumPyPlan
 
 __all__ = [
+    "KLEntropy",
     "KLForward",
     "KLForwardMass",
+    "KLForwardRows",
     "KLGradients",
     "attention_kl",
     "attention_kl_backward",
@@ -94,8 +96,10 @@ _TEXT = {
             (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a
             fourth field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the
             row sees, 0 where it sees none. A mass above 1 raises on the CPU; on a GPU values are not looked at.""",
+    "ENTROPY": """return_entropy: Also return the teacher's entropy of each row, -sum_j P_j log P_j in nats, of the same
+            pass and as a constant; 0 where the row sees no key.""",
     "DIVERGENCES": ";\n            ".join(f'"{name}" is {entry.formula}' for name, entry in DIVERGENCES.items()),
-    "NEEDS_VALUE": ", ".join(
+    "NEEDS_VALUE": ",\n            ".join(
         f'gradients of "{name}" to the {" and the ".join(entry.needs_value)}'
         for name, entry in DIVERGENCES.items()
         if entry.needs_value
@@ -116,8 +120,10 @@ def _outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:
     return outside_programs(run, *args, **own)
 
 
-def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
+def _loss(operands: tuple[Any, ...], given: dict[str, Any], *, return_entropy: bool = False, **own: Any) -> Any:
     asked, like = LossOptions(**own), operands[ATTENTION_KL.at]
+    if return_entropy is not False:
+        given = {**given, "return_entropy": return_entropy}
     if any(kind.__module__.partition(".")[0] == "torch" for kind in type(like).__mro__):
         # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
         # and parameters live in modules of their own, so all ancestors are asked.
@@ -144,17 +150,21 @@ def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
         FRAMEWORKS[framework].check_no_gradient_wanted((name, x) for name, x in named if x is not None)
     dense = _dense_rows(asked.dense_teacher_lse, ready)
     stats = ready.forward()
-    kl, teacher_lse, student_lse = (view.array for view in stats)
+    kl, teacher_lse = stats.kl.array, stats.teacher_lse.array
     if weight is not None or asked.reduction != "none":
         with frameworks.on_device(view):
             kl = reductions.reduce_rows(frameworks.namespace(view), kl, teacher_lse, weight, asked.reduction)
-    if not asked.return_lse:
-        return frameworks.given_back(view, like, kl)
-    rows = _with_mass(view, KLForward(kl, teacher_lse, student_lse), stats, dense)
-    return frameworks.given_back(view, like, rows)
+    result = kl
+    if asked.return_lse:
+        result = _row_results(view, kl, stats, dense)
+    elif stats.teacher_entropy is not None:
+        result = KLEntropy(kl, stats.teacher_entropy.array)
+    return frameworks.given_back(view, like, result)
 
 
-def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse: Any) -> Any:
+def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse: Any, return_entropy: bool) -> Any:
+    if return_entropy is not False:
+        given = {**given, "return_entropy": return_entropy}
     call = Call.of(ATTENTION_KL, operands, given)
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
@@ -162,9 +172,7 @@ def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse
     if (door := frameworks.door(like.framework)) is not None:
         return door.forward(call, dense_teacher_lse)
     stats = ready.forward()
-    kl, teacher_lse, student_lse = stats
-    rows = _with_mass(like, KLForward(kl.array, teacher_lse.array, student_lse.array), stats, dense)
-    return frameworks.given_back(like, operands[call.op.at], rows)
+    return frameworks.given_back(like, operands[call.op.at], _row_results(like, stats.kl.array, stats, dense))
 
 
 def _backward(
@@ -174,18 +182,19 @@ def _backward(
     teacher_lse: Any,
     student_lse: Any,
     kl: Any,
+    moments: Any,
     wrt: Any,
 ) -> KLGradients[Any]:
     grad, *operands = arguments
     call = Call.of(ATTENTION_KL, tuple(operands), given)
-    teacher_lse, student_lse, kl = validate.saved_rows(saved, teacher_lse, student_lse, kl)
+    teacher_lse, student_lse, kl, moments = validate.saved_rows(saved, teacher_lse, student_lse, kl, moments)
     wrt = validate.wanted(call.op, wrt)
-    validate.value_given(call.op, kl, call.options.divergence, wrt)
-    ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl))
+    moments = validate.rows_given(call.op, kl, moments, call.options.divergence, wrt)
+    ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl, moments))
     like = ready.inputs.student_q
     ready.checked.backward_bytes(wrt)
     if (door := frameworks.door(like.framework)) is not None:
-        return door.backward(call, (grad, teacher_lse, student_lse, kl), wrt)  # type: ignore[no-any-return]
+        return door.backward(call, (grad, teacher_lse, student_lse, kl, moments), wrt)  # type: ignore[no-any-return]
     grads = KLGradients(*ready.backward(wrt))
     return frameworks.given_back(like, operands[call.op.at], grads)
 
@@ -215,20 +224,24 @@ def _value_and_grad(
         lse = None if ready.checked.every_row_sees else stats.teacher_lse.array
         value, share = reductions.value_and_gradient(xp, stats.kl.array, lse, row_weight, reduction)
         grad = reductions.spread(xp, value, share, ready.checked.row_shape)
-    saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl)
+    saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl, stats.moments)
     grads = KLGradients(*ready._replace(saved=saved).backward(wrt))
     give = functools.partial(frameworks.given_back, like, operands[call.op.at])
     return give(value), give(grads)
 
 
-def _plan(operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, arch: str | None) -> Any:
+def _plan(
+    operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, arch: str | None, return_entropy: bool
+) -> Any:
+    given = {**given, "return_entropy": return_entropy}
     problem, _ = _problem(operands, given, wrt, op, None if arch is None else arrays.cuda(0))
     if arch is None:
         return runner_for(problem).plan
     return planning.make_plan(problem, planning.facts_for_arch(arch))
 
 
-def _warmup(operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str) -> None:
+def _warmup(operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, return_entropy: bool) -> None:
+    given = {**given, "return_entropy": return_entropy}
     problem, wrt = _problem(operands, given, wrt, op)
     runner_for(problem).warmup(wrt)
 
@@ -252,15 +265,16 @@ def _dense_rows(dense: Any, ready: Ready) -> ArrayView | None:
     return view._replace(array=FRAMEWORKS[view.framework].detached(view.array))
 
 
-def _with_mass(
-    like: ArrayView, rows: KLForward[Any], stats: RowStats, dense: ArrayView | None
-) -> KLForward[Any] | KLForwardMass[Any]:
-    if dense is None:
-        return rows
-    if dense.device.kind == "cpu":
-        validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense))
-    with frameworks.on_device(like):
-        return KLForwardMass(*rows, reductions.teacher_mass(frameworks.namespace(like), rows.teacher_lse, dense.array))
+def _row_results(like: ArrayView, kl: Any, stats: RowStats, dense: ArrayView | None) -> Any:
+    """What a forward gave, with `kl` as it is asked for, and the teacher's mass where its dense log-sum-exps came."""
+    _, teacher_lse, student_lse, *others = (None if view is None else view.array for view in stats)
+    mass = None
+    if dense is not None:
+        if dense.device.kind == "cpu":
+            validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense))
+        with frameworks.on_device(like):
+            mass = reductions.teacher_mass(frameworks.namespace(like), teacher_lse, dense.array)
+    return rows_of(kl, teacher_lse, student_lse, mass, *others)
 
 
 @overload
@@ -271,6 +285,7 @@ def attention_kl(
     student_k: Given,
     *,
     return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
     **options: Unpack[SharedByLosses],
 ) -> Rows: ...
 @overload
@@ -282,6 +297,7 @@ def attention_kl(
     *,
     return_lse: Literal[True],
     dense_teacher_lse: None = None,
+    return_entropy: Literal[False] = False,
     **options: Unpack[SharedByLosses],
 ) -> KLForward[Rows]: ...
 @overload
@@ -293,8 +309,32 @@ def attention_kl(
     *,
     return_lse: Literal[True],
     dense_teacher_lse: Given,
+    return_entropy: Literal[False] = False,
     **options: Unpack[SharedByLosses],
 ) -> KLForwardMass[Rows]: ...
+@overload
+def attention_kl(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[True],
+    **options: Unpack[SharedByLosses],
+) -> KLEntropy[Rows]: ...
+@overload
+def attention_kl(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: Any = None,
+    return_entropy: Literal[True],
+    **options: Unpack[SharedByLosses],
+) -> KLForwardRows[Rows]: ...
 @overload
 def attention_kl(
     teacher_q: A,
@@ -303,6 +343,7 @@ def attention_kl(
     student_k: A,
     *,
     return_lse: Literal[False] = False,
+    return_entropy: Literal[False] = False,
     **options: Unpack[SharedByLosses],
 ) -> A: ...
 @overload
@@ -314,6 +355,7 @@ def attention_kl(
     *,
     return_lse: Literal[True],
     dense_teacher_lse: None = None,
+    return_entropy: Literal[False] = False,
     **options: Unpack[SharedByLosses],
 ) -> KLForward[A]: ...
 @overload
@@ -325,8 +367,32 @@ def attention_kl(
     *,
     return_lse: Literal[True],
     dense_teacher_lse: A,
+    return_entropy: Literal[False] = False,
     **options: Unpack[SharedByLosses],
 ) -> KLForwardMass[A]: ...
+@overload
+def attention_kl(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    return_lse: Literal[False] = False,
+    return_entropy: Literal[True],
+    **options: Unpack[SharedByLosses],
+) -> KLEntropy[A]: ...
+@overload
+def attention_kl(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    return_lse: Literal[True],
+    dense_teacher_lse: Any = None,
+    return_entropy: Literal[True],
+    **options: Unpack[SharedByLosses],
+) -> KLForwardRows[A]: ...
 @overload
 def attention_kl(
     teacher_q: Any,
@@ -336,6 +402,7 @@ def attention_kl(
     *,
     return_lse: bool,
     dense_teacher_lse: Any = None,
+    return_entropy: bool = False,
     **options: Unpack[SharedByLosses],
 ) -> Any: ...
 @public(_loss)
@@ -363,6 +430,7 @@ def attention_kl(
     precision: Precision = "highest",
     return_lse: bool = False,
     dense_teacher_lse: Any = None,
+    return_entropy: bool = False,
     deterministic: bool | None = None,
 ) -> Any:
     """KL divergence of a student's attention rows from a teacher's, without their M x N matrices.
@@ -385,10 +453,12 @@ def attention_kl(
             is 0 / 0.
         return_lse: Also return the log-sum-exps, as constants.
         <DENSE>
+        <ENTROPY>
 
     Returns:
         KL in nats, (B, H, M) or without axes, in float32 (float64 where an input is), of the inputs' framework; with
-        return_lse a `KLForward` that holds it (with dense_teacher_lse a `KLForwardMass`).
+        return_lse a `KLForward` that holds it (with dense_teacher_lse a `KLForwardMass`), with return_entropy alone a
+        `KLEntropy`, and a `KLForwardRows` where there is more.
 
     Accuracy:
         |error| <= 2e-6 (1 + KL) + 6e-8 c on ordinary data, against float64 on the same rounded inputs, where c is how
@@ -414,6 +484,7 @@ def attention_kl_forward(
     student_k: Given,
     *,
     dense_teacher_lse: None = None,
+    return_entropy: Literal[False] = False,
     **options: Unpack[Shared],
 ) -> KLForward[Rows]: ...
 @overload
@@ -424,8 +495,20 @@ def attention_kl_forward(
     student_k: Given,
     *,
     dense_teacher_lse: Given,
+    return_entropy: Literal[False] = False,
     **options: Unpack[Shared],
 ) -> KLForwardMass[Rows]: ...
+@overload
+def attention_kl_forward(
+    teacher_q: Given,
+    teacher_k: Given,
+    student_q: Given,
+    student_k: Given,
+    *,
+    dense_teacher_lse: Any = None,
+    return_entropy: Literal[True],
+    **options: Unpack[Shared],
+) -> KLForwardRows[Rows]: ...
 @overload
 def attention_kl_forward(
     teacher_q: A,
@@ -434,6 +517,7 @@ def attention_kl_forward(
     student_k: A,
     *,
     dense_teacher_lse: None = None,
+    return_entropy: Literal[False] = False,
     **options: Unpack[Shared],
 ) -> KLForward[A]: ...
 @overload
@@ -444,8 +528,20 @@ def attention_kl_forward(
     student_k: A,
     *,
     dense_teacher_lse: A,
+    return_entropy: Literal[False] = False,
     **options: Unpack[Shared],
 ) -> KLForwardMass[A]: ...
+@overload
+def attention_kl_forward(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    dense_teacher_lse: Any = None,
+    return_entropy: Literal[True],
+    **options: Unpack[Shared],
+) -> KLForwardRows[A]: ...
 @public(_forward, outside_programs=_outside_programs)
 @_documented
 def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
@@ -468,8 +564,9 @@ def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     dense_teacher_lse: Any = None,
+    return_entropy: bool = False,
     deterministic: bool | None = None,
-) -> KLForward[Any] | KLForwardMass[Any]:
+) -> KLForward[Any] | KLForwardMass[Any] | KLForwardRows[Any]:
     """Row values and log-sum-exps, outside every autograd: the first half of a hand-written gradient.
 
     KL = sum_j P_j (log P_j - log Q_j) and LSE = log sum_j exp(logit_j), natural logarithms; see `attention_kl`.
@@ -480,10 +577,11 @@ def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
         <INPUTS>
         <OPTIONS>
         <DENSE>
+        <ENTROPY>
 
     Returns:
         `KLForward` of (B, H, M) arrays, float32 (float64 where an input is), of the inputs' framework; with
-        dense_teacher_lse a `KLForwardMass`.
+        dense_teacher_lse a `KLForwardMass`, with return_entropy a `KLForwardRows`; so where the divergence has moments.
 
     Accuracy:
         |error of KL| <= 2e-6 (1 + KL) + 6e-8 c on ordinary data, where c is how far KL moves when every product behind
@@ -519,6 +617,7 @@ def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @publi
     teacher_lse: Any = None,
     student_lse: Any = None,
     kl: Any = None,
+    moments: Any = None,
     wrt: Wrt = STUDENT,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
@@ -553,7 +652,9 @@ def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @publi
         saved: The whole result of `attention_kl_forward`, called with the same inputs and options.
         teacher_lse: In place of `saved`, its parts one by one; by name only, because all of them look alike.
         student_lse: Likewise.
-        kl: Likewise; needed only for <NEEDS_VALUE>.
+        kl: Likewise; needed only for
+            <NEEDS_VALUE>.
+        moments: Likewise; needed only where the forward returned some.
         <WRT>
         <OPTIONS>
 
@@ -682,6 +783,7 @@ def plan(  # type: ignore[empty-body]  # as are all: see @public
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,
+    return_entropy: bool = False,
     wrt: Wrt = STUDENT,
     op: Literal["attention_kl"] = "attention_kl",
     arch: str | None = None,
@@ -695,6 +797,7 @@ def plan(  # type: ignore[empty-body]  # as are all: see @public
     Args:
         <INPUTS>
         <OPTIONS>
+        return_entropy: With the teacher's entropy of each row.
         <WRT>
         op: The operation that is asked about; "attention_kl" is the only one.
         arch: Plan for a GPU of this architecture, such as "sm_80" or "sm_90", whether one is here or not.
@@ -735,6 +838,7 @@ def warmup(
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,
+    return_entropy: bool = False,
     wrt: Wrt = STUDENT,
     op: Literal["attention_kl"] = "attention_kl",
 ) -> None:
@@ -748,6 +852,7 @@ def warmup(
     Args:
         <INPUTS>
         <OPTIONS>
+        return_entropy: With the teacher's entropy of each row.
         <WRT>
         op: The operation to make ready; "attention_kl" is the only one.
 

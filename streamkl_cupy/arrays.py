@@ -48,20 +48,24 @@ MaskArrays: TypeAlias = dict[str, ArrayView]
 
 
 class RowStats(NamedTuple):
-    """What the forward writes: one value per query row each."""
+    """What the forward writes: one value per query row each, and what else the call has of its rows."""
 
     kl: ArrayView
     teacher_lse: ArrayView
     student_lse: ArrayView
+    teacher_entropy: ArrayView | None = None
+    moments: ArrayView | None = None
+    """(..., k): what the divergence's gradients read besides."""
 
 
 class Saved(NamedTuple):
-    """What the backward reads besides the operands; `kl` only where a gradient reads it."""
+    """What the backward reads besides the operands; `kl` and `moments` only where a gradient reads them."""
 
     grad: ArrayView
     teacher_lse: ArrayView
     student_lse: ArrayView
     kl: ArrayView | None
+    moments: ArrayView | None = None
 
 
 class Gradients(NamedTuple):

@@ -19,6 +19,7 @@ from .frameworks.cupy import cupy_module
 from .ops import Op
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
 from .problem import Device, Problem
+from .rules.divergences import extra_rows
 from .rules.masks import every_row_sees
 from .runner import Runner
 
@@ -55,7 +56,8 @@ class Call(NamedTuple):
                 saved = saved._replace(grad=saved.grad._replace(shape=whole, strides=(0,) * len(whole)))
             for view in saved:
                 if view is not None:
-                    validate.row_array(view, checked.row_shape, checked.stat_dtype, inputs.student_q)
+                    shape = checked.extra_rows.get(view.name, checked.row_shape)
+                    validate.row_array(view, shape, checked.stat_dtype, inputs.student_q)
         return Ready(inputs, masks, checked, saved)
 
     def problem(self, device: Device | None = None) -> Problem:
@@ -74,6 +76,7 @@ class SavedArrays(NamedTuple):
     teacher_lse: Any
     student_lse: Any
     kl: Any = None
+    moments: Any = None
     alike: bool = False
     """Whether a `grad` without axes is that of every row."""
 
@@ -92,6 +95,8 @@ class Checked(NamedTuple):
     workspace_bytes: int
     every_row_sees: bool
     """Whether each row is known to see a key."""
+    extra_rows: dict[str, tuple[int, ...]]
+    """Shapes of what else there is of the rows."""
     gradient_bytes: dict[tuple[str, ...], int]
     """Workspace of the backwards that there have been."""
 
@@ -117,10 +122,17 @@ class Ready(NamedTuple):
         """Allocate row results and launch."""
         like = self.inputs.student_q
         outputs = frameworks.empty_rows(like, self.checked.row_shape, self.checked.stat_dtype)
+        if self.checked.extra_rows:
+            outputs = outputs._replace(**self.empty_extra_rows())
         self.launch(outputs)
         if like.framework not in frameworks.OWN:
             frameworks.hold((*self.inputs, *(self.masks or {}).values()))
         return outputs
+
+    def empty_extra_rows(self) -> dict[str, ArrayView]:
+        """Memory for what else there is of the rows."""
+        like, dtype = self.inputs.student_q, self.checked.stat_dtype
+        return {name: frameworks.empty(like, shape, dtype) for name, shape in self.checked.extra_rows.items()}
 
     def launch(self, outputs: RowStats) -> None:
         """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
@@ -240,7 +252,7 @@ def _look_key(framework: Framework, call: Call, rows: SavedArrays | None) -> Any
     op, operands, options, masks = call
     deterministic = framework.deterministic() if options.deterministic is None else None
     given = masks if masks is NO_MASKS else tuple([x is not None for x in masks])
-    saved = None if rows is None else (rows.kl is None, rows.alike)
+    saved = None if rows is None else (rows.kl is None, rows.moments is None, rows.alike)
     return (operands[op.at].shape, _named(options), deterministic, given, saved, framework.name)
 
 
@@ -249,8 +261,8 @@ def _arrays(call: Call, rows: SavedArrays | None) -> tuple[Any, ...]:
     masks = () if call.masks is NO_MASKS else tuple([x for x in call.masks if x is not None])
     if rows is None:
         return (*call.operands, *masks)
-    kl = () if rows.kl is None else (rows.kl,)
-    return (*call.operands, *masks, rows.grad, rows.teacher_lse, rows.student_lse, *kl)
+    last = [x for x in (rows.kl, rows.moments) if x is not None]
+    return (*call.operands, *masks, rows.grad, rows.teacher_lse, rows.student_lse, *last)
 
 
 # Keys are kept longer than patterns: they have the digest in its place.
@@ -283,7 +295,14 @@ def prepare(inputs: Inputs, options: Options, masks: MaskArrays | None = None) -
         hints.look(inputs, options, problem)
         runner = runner_for(problem)
         checked = Checked(
-            runner, problem, problem.row_shape, problem.stat_dtype, runner.workspace_bytes, every_row_sees(problem), {}
+            runner,
+            problem,
+            problem.row_shape,
+            problem.stat_dtype,
+            runner.workspace_bytes,
+            every_row_sees(problem),
+            {name: (*problem.row_shape, *axes) for name, axes in extra_rows(problem).items()},
+            {},
         )
         _remember(_checked, key, checked, problem)
     return checked

@@ -29,9 +29,10 @@ from .frameworks.jax import xla_deterministic
 from .ops import ATTENTION_KL
 from .options import MASK_ARRAYS, LossOptions, Options
 from .problem import Device, Problem, compact_strides
-from .results import KLForward, KLForwardMass, KLGradients
+from .results import KLEntropy, KLGradients, rows_of
 from .rules import masks as rules
 from .rules import reductions
+from .rules.divergences import extra_rows
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -70,7 +71,9 @@ def _config(call: Call) -> _Config:
     return _Config(options, _platform(call.operands[0]))
 
 
-def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
+def _loss(operands: tuple[Any, ...], given: dict[str, Any], *, return_entropy: bool = False, **own: Any) -> Any:
+    if return_entropy is not False:
+        given = {**given, "return_entropy": return_entropy}
     call, asked = Call.of(ATTENTION_KL, operands, given), LossOptions(**own)
     validate.loss(asked)
     return loss(call, asked)
@@ -100,6 +103,7 @@ def attention_kl(
     precision: str = "highest",
     return_lse: bool = False,
     dense_teacher_lse: jax.Array | None = None,
+    return_entropy: bool = False,
     deterministic: bool | None = None,
 ) -> Any:
     """KL divergence from a teacher's to a student's attention rows, differentiable by JAX.
@@ -140,25 +144,27 @@ def loss(call: Call, asked: LossOptions) -> Any:
         if "custom_vjp" not in str(error):
             raise
         raise TypeError(_NO_FORWARD_MODE) from error
-    return _with_mass(rows, asked.dense_teacher_lse) if asked.return_lse else rows.kl
+    if asked.return_lse:
+        return _with_mass(rows, asked.dense_teacher_lse)
+    return KLEntropy(rows[0], rows[3]) if config.options.return_entropy else rows[0]
 
 
 # The explicit functions, of calls whose arrays have been read: none is a tracer.
 
 
-def forward(call: Call, dense_teacher_lse: Any) -> KLForward | KLForwardMass:
+def forward(call: Call, dense_teacher_lse: Any) -> Any:
     """Row values and log-sum-exps."""
     config = _config(call)
     _check_masks(config, call)
-    return _with_mass(KLForward(*_forward_entry(call.operands, call.masks, config=config)), dense_teacher_lse)
+    return _with_mass(_forward_entry(call.operands, call.masks, config=config), dense_teacher_lse)
 
 
 def backward(call: Call, saved: tuple[Any, ...], wrt: tuple[str, ...]) -> KLGradients:
-    """Gradients from grad, the two log-sum-exps and maybe the values of rows."""
+    """Gradients from grad, the two log-sum-exps and maybe the values and moments of rows."""
     config = _config(call)
     _check_masks(config, call)
-    rows = saved if validate.reads_value(ATTENTION_KL, config.options.divergence, wrt) else saved[:3]
-    return KLGradients(**_backward_entry(call.operands, call.masks, rows, config=config, wrt=_in_order(wrt)))
+    saved = _read(config, wrt, *saved)
+    return KLGradients(**_backward_entry(call.operands, call.masks, saved, config=config, wrt=_in_order(wrt)))
 
 
 def value_and_grad(call: Call, row_weight: Any, reduction: str, wrt: tuple[str, ...]) -> tuple[Any, KLGradients]:
@@ -175,14 +181,16 @@ def value_and_grad(call: Call, row_weight: Any, reduction: str, wrt: tuple[str, 
 # compiles again; a callback made anew per call would cost 10 ms each time.
 
 
-def _value(inputs: tuple[Any, ...], masks: _Masks, row_weight: Any, *, config: _Config, reduction: str) -> KLForward:
+def _value(
+    inputs: tuple[Any, ...], masks: _Masks, row_weight: Any, *, config: _Config, reduction: str
+) -> tuple[Any, ...]:
     inputs, masks = _varying_alike(inputs, masks)
-    kl, teacher_lse, student_lse = _rows(config, *inputs, masks)
+    kl, *others = _rows(config, *inputs, masks)
     # Stopped, so that a loss on the log-sum-exps has gradient zero by declaration, as with torch.
-    teacher_lse, student_lse = jax.lax.stop_gradient((teacher_lse, student_lse))
+    teacher_lse, *others = jax.lax.stop_gradient(others)
     _check_weight(row_weight, kl)
     value = reductions.reduce_rows(jnp, kl, teacher_lse, row_weight, reduction)
-    return KLForward(value, teacher_lse, student_lse)
+    return (value, teacher_lse, *others)
 
 
 # Nothing is computed from arrays of no elements, but they say on which device an empty result lies.
@@ -212,11 +220,12 @@ def _value_and_grad(
     reduction: str,
     wrt: tuple[str, ...],
 ) -> tuple[Any, dict[str, Any]]:
-    kl, teacher_lse, student_lse = _forward(config, inputs, masks)
+    kl, teacher_lse, student_lse, _, moments = _forward(config, inputs, masks)
     _check_weight(row_weight, kl)
     value, share = reductions.value_and_gradient(jnp, kl, teacher_lse, row_weight, reduction)
     row_grad = reductions.spread(jnp, value, share, kl.shape)
-    return value, _backward(config, wrt, inputs, masks, (row_grad, teacher_lse, student_lse, kl))
+    saved = _read(config, wrt, row_grad, teacher_lse, student_lse, kl, moments)
+    return value, _backward(config, wrt, inputs, masks, saved)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -237,14 +246,12 @@ def _rows_fwd(config: _Config, *arrays: Any) -> tuple[tuple[Any, ...], Any]:
 
 
 def _rows_bwd(config: _Config, residuals: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    inputs, masks, (kl, teacher_lse, student_lse), wanted = residuals
+    inputs, masks, (kl, teacher_lse, student_lse, _, moments), wanted = residuals
     wrt = tuple(name for i, name in enumerate(_NAMES) if wanted.shape[0] >> i & 1)
     grad = cotangents[0]
     if not wrt or isinstance(grad, SymbolicZero):
         return (None, None, None, None, None)
-    saved = (grad, teacher_lse, student_lse, kl)
-    reading = validate.reads_value(ATTENTION_KL, config.options.divergence, wrt)
-    grads = _backward_once(config, wrt, inputs, masks, saved if reading else saved[:3])
+    grads = _backward_once(config, wrt, inputs, masks, _read(config, wrt, grad, teacher_lse, student_lse, kl, moments))
     return (*(grads.get(name) for name in _NAMES), None)
 
 
@@ -271,43 +278,64 @@ def _backward_once_bwd(config: _Config, wrt: tuple[str, ...], residuals: None, c
 _backward_once.defvjp(_backward_once_fwd, _backward_once_bwd)
 
 
+def _read(
+    config: _Config, wrt: tuple[str, ...], grad: Any, teacher_lse: Any, student_lse: Any, kl: Any, moments: Any
+) -> tuple[Any, ...]:
+    """What these gradients read of the rows, with None for what they do not."""
+    return (
+        grad,
+        teacher_lse,
+        student_lse,
+        kl if validate.reads_value(ATTENTION_KL, config.options.divergence, wrt) else None,
+        moments,
+    )
+
+
 def _forward(config: _Config, inputs: tuple[Any, ...], masks: _Masks) -> tuple[Any, ...]:
-    """Trace a forward launch: kl and the two log-sum-exps."""
+    """Trace a forward launch: kl, the two log-sum-exps, and entropies and moments or None."""
     problem = _check(config, inputs, masks, ())
     shape, dtype = problem.row_shape, problem.stat_dtype
     given = _given(masks)
     like = (*inputs, *given.values())
+    extra = {name: (*shape, *axes) for name, axes in extra_rows(problem).items()}
     if 0 in shape or not problem.keys:  # XLA calls no callback for an empty result
         nothing = jnp.full(shape, -jnp.inf, dtype)
-        return _marked((jnp.zeros(shape, dtype), nothing, nothing), like)
-    rows = _Result(shape, dtype)
-    callback = _forward_callback(config.options, len(shape), tuple(given))
-    results = (rows, rows, rows, *_workspace(runner_for(problem).workspace_bytes))
-    launch = _buffer_callback()(callback, results, vmap_method=_vmap_method(problem))
-    return _marked(launch(*inputs, *given.values())[:3], like)
+        rows = (jnp.zeros(shape, dtype), nothing, nothing, *(jnp.zeros(x, dtype) for x in extra.values()))
+    else:
+        callback = _forward_callback(config.options, len(shape), tuple(given), tuple(extra))
+        results = (*[_Result(shape, dtype)] * 3, *(_Result(x, dtype) for x in extra.values()))
+        everything = (*results, *_workspace(runner_for(problem).workspace_bytes))
+        launch = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))
+        rows = launch(*inputs, *given.values())[: len(results)]
+    marked = _marked(rows, like)
+    others = dict(zip(extra, marked[3:], strict=True))
+    return (*marked[:3], *(others.get(name) for name in arrays.RowStats._fields[3:]))
 
 
 def _backward(
     config: _Config, wrt: tuple[str, ...], inputs: tuple[Any, ...], masks: _Masks, saved: tuple[Any, ...]
 ) -> dict[str, Any]:
-    """Trace a backward launch: the gradients named in `wrt`. `saved` is grad, the two log-sum-exps and maybe kl."""
+    """Trace a backward launch: the gradients named in `wrt`. `saved` is what `_read` leaves."""
     problem = _check(config, inputs, masks, wrt)
-    for name, x in zip(("grad", "teacher_lse", "student_lse", "kl"), saved):
-        if x.shape != problem.row_shape or x.dtype != problem.stat_dtype:
+    extra = extra_rows(problem)
+    rows = {name: x for name, x in zip(arrays.Saved._fields, saved, strict=True) if x is not None}
+    for name, x in rows.items():
+        shape = (*problem.row_shape, *extra.get(name, ()))
+        if x.shape != shape or x.dtype != problem.stat_dtype:
             raise ValueError(
-                f"{name}: got shape {x.shape} and dtype {x.dtype}; allowed is {problem.row_shape} in "
-                f"{problem.stat_dtype}, as attention_kl_forward returned it"
+                f"{name}: got shape {x.shape} and dtype {x.dtype}; allowed is {shape} in {problem.stat_dtype}, as "
+                f"attention_kl_forward returned it"
             )
     given = _given(masks)
-    arrays = (*inputs, *given.values(), *saved)
+    operands = (*inputs, *given.values(), *rows.values())
     results = tuple(_Result(x.shape, x.dtype) for name, x in zip(_NAMES, inputs) if name in wrt)
     if 0 in problem.row_shape or not problem.keys:
         grads = tuple(jnp.zeros(x.shape, x.dtype) for x in results)
     else:
-        callback = _backward_callback(config.options, wrt, len(problem.row_shape), tuple(given))
+        callback = _backward_callback(config.options, wrt, len(problem.row_shape), tuple(given), tuple(rows))
         everything = (*results, *_workspace(runner_for(problem).backward_bytes(wrt)))
-        grads = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))(*arrays)[: len(results)]
-    return dict(zip((name for name in _NAMES if name in wrt), _marked(grads, arrays), strict=True))
+        grads = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))(*operands)[: len(results)]
+    return dict(zip((name for name in _NAMES if name in wrt), _marked(grads, operands), strict=True))
 
 
 def _given(masks: _Masks) -> dict[str, Any]:
@@ -365,42 +393,50 @@ def _kept_by_programs(make: Callable[..., Callable[..., None]]) -> Callable[...,
 
 
 @_kept_by_programs
-def _forward_callback(options: Options, lead: int, masked: tuple[str, ...]) -> Callable[..., None]:
-    """Launches a forward. `masked` names the arrays of the mask, which come after the inputs."""
+def _forward_callback(
+    options: Options, lead: int, masked: tuple[str, ...], extra: tuple[str, ...]
+) -> Callable[..., None]:
+    """Launches a forward. `masked` names the arrays of the mask, which come after the inputs, `extra` the results that
+    come after the three of every row."""
+    names = (*arrays.RowStats._fields[:3], *extra)
 
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
         inputs, masks = buffers[:4], buffers[4:]
-        names = (*_NAMES, *arrays.RowStats._fields)
-        views = [_view(name, buffer) for name, buffer in zip(names, (*inputs, *out[:3]), strict=True)]
+        results = out[: len(names)]
+        views = [_view(name, buffer) for name, buffer in zip((*_NAMES, *names), (*inputs, *results), strict=True)]
         mask_views = {name: _view(name, buffer) for name, buffer in zip(masked, masks, strict=True)}
         stream = ctx.stream if views[0].device.kind == "cuda" else 0
         for part, seen in _unfold(views, mask_views, lead, options.layout):
             given = arrays.Inputs(*part[:4])
             ready = prepare(given, options, seen)
             # vmap may bring other launches than were planned.
-            workspace, room = _lent(out[3:])
+            workspace, room = _lent(out[len(names) :])
             if room < ready.workspace_bytes:
                 workspace = 0
-            ready.runner.forward(given, arrays.RowStats(*part[4:]), stream, workspace, seen)
+            rows = arrays.RowStats(**dict(zip(names, part[4:], strict=True)))
+            ready.runner.forward(given, rows, stream, workspace, seen)
 
     return callback
 
 
 @_kept_by_programs
 def _backward_callback(
-    options: Options, wrt: tuple[str, ...], lead: int, masked: tuple[str, ...]
+    options: Options, wrt: tuple[str, ...], lead: int, masked: tuple[str, ...], rows: tuple[str, ...]
 ) -> Callable[..., None]:
+    """Launches a backward. `rows` names what is read of the rows, which comes after the arrays of the mask."""
+
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
         after = 4 + len(masked)
-        names = (*_NAMES, *arrays.Saved._fields)
         operands = (*buffers[:4], *buffers[after:])
-        views = [_view(name, buffer) for name, buffer in zip(names, operands)]
+        views = [_view(name, buffer) for name, buffer in zip((*_NAMES, *rows), operands, strict=True)]
         views += [_view(name, buffer) for name, buffer in zip(wrt, out)]
         mask_views = {name: _view(name, buffer) for name, buffer in zip(masked, buffers[4:after], strict=True)}
         stream = ctx.stream if views[0].device.kind == "cuda" else 0
         count = len(operands)
         for part, seen in _unfold(views, mask_views, lead, options.layout):
-            saved = arrays.Saved(part[4], part[5], part[6], part[7] if count == 8 else None)
+            found = dict(zip(rows, part[4:count], strict=True))
+            grad, teacher_lse, student_lse = part[4:7]
+            saved = arrays.Saved(grad, teacher_lse, student_lse, found.get("kl"), found.get("moments"))
             wanted = dict(zip(wrt, part[count:], strict=True))
             outputs = arrays.Gradients(*(wanted.get(name) for name in _NAMES))
             inputs = arrays.Inputs(*part[:4])
@@ -531,17 +567,19 @@ def _check_masks(config: _Config, call: Call) -> None:
         rules.check_values(problem, {name: np.asarray(x) for name, x in known.items()})
 
 
-def _with_mass(rows: KLForward, dense: Any) -> KLForward | KLForwardMass:
+def _with_mass(rows: tuple[Any, ...], dense: Any) -> Any:
+    kl, teacher_lse, student_lse, *others = rows
     if dense is None:
-        return rows
+        return rows_of(kl, teacher_lse, student_lse, None, *others)
     if not isinstance(dense, jax.Array):
         raise validate.not_of("jax", "dense_teacher_lse", dense)
     # JAX's arrays of two dtypes know how to meet.
-    validate.one_per_row("dense_teacher_lse", dense, rows.teacher_lse.shape, dense.dtype)
-    traced = any(isinstance(x, jax.core.Tracer) for x in (dense, rows.teacher_lse))
+    validate.one_per_row("dense_teacher_lse", dense, teacher_lse.shape, dense.dtype)
+    traced = any(isinstance(x, jax.core.Tracer) for x in (dense, teacher_lse))
     if not traced and _platform(dense) == "cpu":
-        validate.dense_lse(np.asarray(rows.teacher_lse), np.asarray(dense))
-    return KLForwardMass(*rows, reductions.teacher_mass(jnp, rows.teacher_lse, jax.lax.stop_gradient(dense)))
+        validate.dense_lse(np.asarray(teacher_lse), np.asarray(dense))
+    mass = reductions.teacher_mass(jnp, teacher_lse, jax.lax.stop_gradient(dense))
+    return rows_of(kl, teacher_lse, student_lse, mass, *others)
 
 
 def _staged() -> bool:

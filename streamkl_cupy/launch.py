@@ -209,8 +209,9 @@ class Runner:
         keys cannot be. `masks` has the arrays that the problem's mask names.
         """
         a, b, c, d = inputs
-        x, y, z = outputs
-        key = (a.ptr, b.ptr, c.ptr, d.ptr, x.ptr, y.ptr, z.ptr, workspace, masks and _mask_key(masks))
+        x, y, z, entropy, moments = outputs
+        others = None if entropy is None and moments is None else (entropy and entropy.ptr, moments and moments.ptr)
+        key = (a.ptr, b.ptr, c.ptr, d.ptr, x.ptr, y.ptr, z.ptr, others, workspace, masks and _mask_key(masks))
         before = self._make_current()
         try:
             commands = self._forwards.get(key)
@@ -407,7 +408,7 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "partial_slots": schedule.partial_slots,
     }
     strides: dict[str, tuple[int, ...]] = {name: problem.operand(name).strides for name in problem.operation.names}
-    strides |= dict.fromkeys((*OUT_ROWS, *SAVED_ROWS), problem.row_strides())
+    strides |= dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, "entropy"), problem.row_strides())
     if task.side:
         strides |= {field: problem.compact_input_strides(name) for field, name in task.outputs}
     numbers |= {f"{name}.{axis}": step for name, steps in strides.items() for axis, step in zip(_AXES, steps)}

@@ -61,6 +61,8 @@ class Row(NamedTuple):
     the default."""
     schema: str
     """The type that torch's operators take it as. `SymInt` may be a symbol of a tracer."""
+    shared: bool = True
+    """Whether every function has it; the others are those of functions with row results."""
     symbol: bool = False
     """Whether a tracer may hold it as a symbol that no check can look at: operators take it as a tensor then."""
 
@@ -140,6 +142,7 @@ class Options(NamedTuple):
     deterministic: Annotated[
         bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")
     ] = None
+    return_entropy: Annotated[bool, Row(flag, "bool", shared=False)] = False
 
 
 class LossOptions(NamedTuple):
@@ -154,7 +157,7 @@ class LossOptions(NamedTuple):
 # By name: the rows of `Options`, and the dtypes of the arrays that masks read.
 TABLE: Final[dict[str, Row]] = {name: kind.__metadata__[0] for name, kind in Options.__annotations__.items()}
 MASK_ARRAYS: Final = {name: array.dtype for name, array in ARRAYS.items()}
-SHARED: Final = frozenset({*TABLE, *MASK_ARRAYS})
+SHARED: Final = frozenset({*(name for name, row in TABLE.items() if row.shared), *MASK_ARRAYS})
 NO_MASKS: Final = (None,) * len(MASK_ARRAYS)
 _DEFAULTS = Options()
 _MAY_BE_NONE = frozenset({name for name, default in Options._field_defaults.items() if default is None})

@@ -89,6 +89,7 @@ class Plan:
         if 0 in (problem.batch, problem.heads, problem.queries):
             return ()
         outputs = self.forward.task.outputs
+        outputs += (("entropy", "teacher_entropy"),) if problem.entropy else ()
         if self.combine is None:
             return (Step((self.forward,), outputs),)
         if not workspace:
@@ -161,6 +162,7 @@ class Plan:
             f"attention KL on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}"
             + (f", {counted(p.sequences, 'sequence')}" if p.sequences else "")
             + (f", {p.divergence}" if p.divergence != Problem.divergence else "")
+            + (", entropy" if p.entropy else "")
             + (f", score {p.score}" if p.score != Problem.score else ""),
             *(
                 f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"

@@ -123,6 +123,8 @@ class Problem:
     """By its name in the registry."""
     score: str = "dot"
     """The same of what dot products mean."""
+    entropy: bool = False
+    """Whether the teacher's entropy is a result of the forward."""
     op: str = ATTENTION_KL.name
     """The operation, by its name among `OPS`."""
 

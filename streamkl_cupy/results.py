@@ -31,8 +31,20 @@ if TYPE_CHECKING:
         student_lse: T
         teacher_mass: T
 
+    class KLEntropy(NamedTuple, Generic[T]):
+        kl: T
+        teacher_entropy: T
+
+    class KLForwardRows(NamedTuple, Generic[T]):
+        kl: T
+        teacher_lse: T
+        student_lse: T
+        teacher_mass: T | None = None
+        teacher_entropy: T | None = None
+        moments: T | None = None
+
     class SavedRows(Protocol):
-        """What `attention_kl_forward` returns, with or without the teacher's mass."""
+        """What `attention_kl_forward` returns, whatever it was asked for."""
 
         @property
         def kl(self) -> Any: ...
@@ -68,6 +80,28 @@ else:
         teacher_mass: Any
         __class_getitem__ = classmethod(GenericAlias)
 
+    class KLEntropy(NamedTuple):
+        """`kl` as asked for, and beside it the entropy of each row of the teacher, nats."""
+
+        kl: Any
+        teacher_entropy: Any
+        __class_getitem__ = classmethod(GenericAlias)
+
+    class KLForwardRows(NamedTuple):
+        """`KLForward`, and what else there is of the rows; None for what was not asked for.
+
+        `teacher_mass` as in `KLForwardMass`, `teacher_entropy` in nats, `moments` (..., k) whatever the divergence's
+        gradients read besides.
+        """
+
+        kl: Any
+        teacher_lse: Any
+        student_lse: Any
+        teacher_mass: Any = None
+        teacher_entropy: Any = None
+        moments: Any = None
+        __class_getitem__ = classmethod(GenericAlias)
+
     class KLGradients(NamedTuple):
         """Gradients in shape, dtype and framework of their inputs, compact; None for what was not asked."""
 
@@ -76,3 +110,14 @@ else:
         student_q: Any = None
         student_k: Any = None
         __class_getitem__ = classmethod(GenericAlias)
+
+
+def rows_of(
+    kl: Any, teacher_lse: Any, student_lse: Any, mass: Any = None, entropy: Any = None, moments: Any = None
+) -> Any:
+    """Row results as callers have them: the smallest kind that holds what there is."""
+    if entropy is not None or moments is not None:
+        return KLForwardRows(kl, teacher_lse, student_lse, mass, entropy, moments)
+    if mass is not None:
+        return KLForwardMass(kl, teacher_lse, student_lse, mass)
+    return KLForward(kl, teacher_lse, student_lse)

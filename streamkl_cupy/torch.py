@@ -23,13 +23,14 @@ from torch.autograd import forward_ad
 from . import frameworks, validate
 from .advice.signatures import public
 from .arguments import a_kind_of
-from .arrays import RowStats
+from .arrays import RowStats, Saved
 from .call import Call, SavedArrays
 from .ops import ATTENTION_KL
 from .options import MASK_ARRAYS, NO_MASKS, TABLE, LossOptions, Options
-from .results import KLForward, KLForwardMass
+from .results import KLEntropy, rows_of
 from .rules import masks as rules
 from .rules import reductions
+from .rules.divergences import DIVERGENCES
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -66,13 +67,13 @@ def loss(inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOptions) -> 
         return _launched(call, asked)
     if traced:
         dynamo = torch.compiler.is_dynamo_compiling()
-        kl, teacher_lse, student_lse = _in_graph(dynamo, *inputs, *masks, *_with_key(call.options))
+        rows = _in_graph(dynamo, *inputs, *masks, *_with_key(call.options))
     else:
         for name, x in zip((*_NAMES, *MASK_ARRAYS), (*inputs, *masks)):
             if type(x) is not Tensor and x is not None:
                 _refuse_distributed(name, x)
-        kl, teacher_lse, student_lse = _AttentionKL.apply(*inputs, *masks, call.options, None)  # type: ignore[no-untyped-call]
-    return _reduced(kl, teacher_lse, student_lse, asked)
+        rows = _AttentionKL.apply(*inputs, *masks, call.options, None)  # type: ignore[no-untyped-call]
+    return _reduced(_there(call.options, rows), asked)
 
 
 def _launched(call: Call, asked: LossOptions) -> Any:
@@ -82,40 +83,63 @@ def _launched(call: Call, asked: LossOptions) -> Any:
     if weight is not None:
         _check_weight(weight, like, ready.checked.row_shape)
     if not _differentiated(call.operands):
-        kl, teacher_lse, student_lse = [view.array for view in ready.forward()]
-        return _reduced(kl, teacher_lse, student_lse, asked)
+        return _reduced(_tensors(ready.forward()), asked)
     # Weights that are differentiated too, or looked on, are torch's own matter.
     apart = weight is not None and not _plain((weight,))
     inside = LossOptions(return_lse=True) if apart else asked
     found: Any = _Step.apply(*call.operands, ready, call, inside)  # type: ignore[no-untyped-call]
     if apart:
-        kl, teacher_lse, student_lse = found
-        return _reduced(kl, teacher_lse, student_lse, asked)
-    if not asked.return_lse:
-        return found
-    value, teacher_lse, student_lse = found
-    return _results(value, teacher_lse, student_lse, asked)
+        return _reduced(found, asked)
+    return _results(found, asked) if isinstance(found, tuple) else found
 
 
-def _reduced(kl: Tensor, teacher_lse: Tensor, student_lse: Tensor, asked: LossOptions) -> Any:
+_Rows = tuple[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"]
+"""Values, both log-sum-exps, and of entropies and moments what there is."""
+
+
+def _tensors(rows: RowStats) -> _Rows:
+    kl, teacher_lse, student_lse, entropy, moments = rows
+    return (
+        kl.array,
+        teacher_lse.array,
+        student_lse.array,
+        None if entropy is None else entropy.array,
+        None if moments is None else moments.array,
+    )
+
+
+def _there(options: Options, rows: Sequence[Tensor]) -> _Rows:
+    """Rows as an operator gives them, with None for those that the call does not have."""
+    kl, teacher_lse, student_lse, entropy, moments = rows
+    has_moments = DIVERGENCES[options.divergence].moments > 0
+    return kl, teacher_lse, student_lse, entropy if options.return_entropy else None, moments if has_moments else None
+
+
+def _reduced(rows: _Rows, asked: LossOptions) -> Any:
     """What was asked for of the rows, by torch's own functions."""
+    kl, teacher_lse, *others = rows
     weight = asked.row_weight
     if weight is not None:
         _check_weight(weight, kl, kl.shape)
     value = reductions.reduce_rows(torch, kl, teacher_lse, weight, asked.reduction)
-    return _results(value, teacher_lse, student_lse, asked) if asked.return_lse else value
+    return _results((value, teacher_lse, *others), asked)
 
 
-def _results(value: Tensor, teacher_lse: Tensor, student_lse: Tensor, asked: LossOptions) -> KLForward | KLForwardMass:
+def _results(rows: tuple[Any, ...], asked: LossOptions) -> Any:
+    """The value, and of the rows what was asked for beside it."""
+    value, teacher_lse, student_lse, entropy, moments = rows
+    if not asked.return_lse:
+        return value if entropy is None else KLEntropy(value, entropy)
     dense: Any = asked.dense_teacher_lse
     if dense is None:
-        return KLForward(value, teacher_lse, student_lse)
+        return rows_of(value, teacher_lse, student_lse, None, entropy, moments)
     _check_given("dense_teacher_lse", dense, teacher_lse)
     validate.one_per_row("dense_teacher_lse", dense, teacher_lse.shape, teacher_lse.dtype)
     dense = dense.detach()
     if not _traced() and teacher_lse.device.type == "cpu" and _unwatched((teacher_lse, dense)):
         validate.dense_lse(teacher_lse.numpy(), dense.numpy(force=True))
-    return KLForwardMass(value, teacher_lse, student_lse, reductions.teacher_mass(torch, teacher_lse, dense))
+    mass = reductions.teacher_mass(torch, teacher_lse, dense)
+    return rows_of(value, teacher_lse, student_lse, mass, entropy, moments)
 
 
 def _check_weight(weight: Any, rows: Tensor, row_shape: Sequence[int]) -> None:
@@ -123,7 +147,9 @@ def _check_weight(weight: Any, rows: Tensor, row_shape: Sequence[int]) -> None:
     validate.weights(weight, row_shape)  # type: ignore[arg-type]
 
 
-def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
+def _loss(operands: tuple[Any, ...], given: dict[str, Any], *, return_entropy: bool = False, **own: Any) -> Any:
+    if return_entropy is not False:
+        given = {**given, "return_entropy": return_entropy}
     return loss(operands, given, LossOptions(**own))
 
 
@@ -151,6 +177,7 @@ def attention_kl(
     precision: str = "highest",
     return_lse: bool = False,
     dense_teacher_lse: Tensor | None = None,
+    return_entropy: bool = False,
     deterministic: bool | None = None,
 ) -> Any:
     """KL divergence from a teacher's to a student's attention rows, differentiable by PyTorch.
@@ -158,8 +185,8 @@ def attention_kl(
     The arguments, results and accuracy are those of :func:`streamkl_cupy.attention_kl`, which comes here when it is
     given torch tensors. Gradients of first order reach the four inputs and ``row_weight``, under autograd,
     ``torch.func``, ``torch.vmap``, ``torch.compile(fullgraph=True)`` and checkpointing; only those that are asked for
-    are computed. The log-sum-exps are constants to autograd. Autocast does not touch the inputs, and the loss is
-    float32. Second order and forward mode raise NotImplementedError.
+    are computed. The log-sum-exps and entropies are constants to autograd. Autocast does not touch the inputs, and the
+    loss is float32. Second order and forward mode raise NotImplementedError.
 
     ``torch.vmap`` becomes one larger batch; packed sequences have none, so there it becomes a loop. Where only some
     inputs are mapped and these have a batch axis of their own, the others are repeated in memory to that size.
@@ -205,7 +232,7 @@ def _traced() -> bool:
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _in_graph(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _in_graph(*args: Any) -> tuple[Tensor, ...]:
     """The operator, with floats that are symbols as a tensor: an operator's float is a constant of the program, and a
     scale that changes from step to step would mean another program for each step.
 
@@ -227,7 +254,7 @@ def _in_graph(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if getattr(forward_ad, "_current_level", -1) >= 0:  # programs are compiled anew for each level
         raise NotImplementedError(_NO_FORWARD_MODE)
     arrays = (*call.operands, *call.masks)
-    rows: tuple[Tensor, Tensor, Tensor]
+    rows: tuple[Tensor, ...]
     if _transforms_active():  # which do not support the derivative of an operator
         rows = _AttentionKL.apply(*arrays, options, packed)  # type: ignore[no-untyped-call]
     else:
@@ -285,7 +312,8 @@ _legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda
 _MASKS = len(_NAMES)
 _OPTIONS = _MASKS + len(MASK_ARRAYS)
 _SCALES = _OPTIONS + len(TABLE)
-_SAVED = len(("grad", "teacher_lse", "student_lse", "kl", "wanted"))
+_SAVED = len((*Saved._fields, "wanted"))
+_ROWS = len(RowStats._fields)
 _SCHEMA = ", ".join(
     (
         *(f"Tensor {name}" for name in _NAMES),
@@ -294,7 +322,7 @@ _SCHEMA = ", ".join(
         "Tensor? scales=None",
     )
 )
-_SAVED_SCHEMA = "Tensor grad, Tensor teacher_lse, Tensor student_lse, Tensor? kl, bool[] wanted"
+_SAVED_SCHEMA = "Tensor grad, Tensor teacher_lse, Tensor student_lse, Tensor? kl, Tensor? moments, bool[] wanted"
 
 
 def _call(args: tuple[Any, ...]) -> Call:
@@ -316,18 +344,18 @@ def _flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return flat if scales is None else (*flat, scales)  # an argument that is left out costs nothing
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep what the backward of a forward reads: the arrays, the saved rows, the options."""
-    kl, teacher_lse, student_lse = output
     *arrays, options, scales = inputs
-    ctx.mark_non_differentiable(teacher_lse, student_lse)
+    kl, teacher_lse, student_lse, _, moments = _there(options, output)
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     # Where no gradient reads kl, the caller may scale it in place.
     saved_kl = kl if _reads_value(options.divergence, ctx.needs_input_grad[:_MASKS]) else None
     # Tensors among the options are kept as such.
     key = options.block_mask if isinstance(options.block_mask, Tensor) else None
     ctx.options = options if key is None else options._replace(block_mask=None)
-    ctx.save_for_backward(teacher_lse, student_lse, saved_kl, *arrays, key, scales)
+    ctx.save_for_backward(teacher_lse, student_lse, saved_kl, moments, *arrays, key, scales)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, backward: Any) -> tuple[Tensor | None, ...]:
@@ -338,7 +366,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, backward: Any) -> tuple[Tensor
         return nothing
     *saved, key, scales = ctx.saved_tensors
     options = ctx.options if key is None else ctx.options._replace(block_mask=key)
-    rows, arrays = saved[:3], saved[3:]
+    rows, arrays = saved[:4], saved[4:]
     grads = backward(grad, *rows, wanted, *arrays, options, scales)
     return (*(g if w else None for g, w in zip(grads, wanted)), *nothing[_MASKS:])
 
@@ -366,7 +394,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         *inputs, ready, call, asked = args
-        kl, teacher_lse, student_lse = [view.array for view in ready.forward()]
+        kl, teacher_lse, student_lse, entropy, moments = _tensors(ready.forward())
         lse = None if ready.checked.every_row_sees else teacher_lse
         value, share = reductions.value_and_gradient(torch, kl, lse, asked.row_weight, asked.reduction)
         ctx.set_materialize_grads(False)
@@ -376,23 +404,24 @@ class _Step(torch.autograd.Function):
             student_lse,
             # Where no gradient reads kl, the caller may scale it in place.
             kl if _reads_value(call.options.divergence, ctx.needs_input_grad[:_MASKS]) else None,
+            moments,
             share if ctx.share is None else None,
             *inputs,
             *(() if call.masks is NO_MASKS else call.masks),
         )
-        if not asked.return_lse:
+        if not asked.return_lse and entropy is None:
             return value
-        ctx.mark_non_differentiable(teacher_lse, student_lse)
-        return value, teacher_lse, student_lse
+        ctx.mark_non_differentiable(*[x for x in (teacher_lse, student_lse, entropy, moments) if x is not None])
+        return value, teacher_lse, student_lse, entropy, moments
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_lse_grads: None) -> tuple[Tensor | None, ...]:
         nothing = (None,) * len(ctx.needs_input_grad)
         if grad is None:
             return nothing
-        teacher_lse, student_lse, kl, share, *arrays = ctx.saved_tensors
+        teacher_lse, student_lse, kl, moments, share, *arrays = ctx.saved_tensors
         share = share if ctx.share is None else ctx.share
-        rows = (grad if share is None else grad * share, teacher_lse, student_lse, kl)
+        rows = (grad if share is None else grad * share, teacher_lse, student_lse, kl, moments)
         inputs, masks = tuple(arrays[:_MASKS]), tuple(arrays[_MASKS:]) or NO_MASKS
         wanted = ctx.needs_input_grad[:_MASKS]
         if torch.is_grad_enabled() or not (_unwatched((*rows, *arrays)) and _as_it_lies(rows[0])):
@@ -410,8 +439,8 @@ class _AttentionKL(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        rows: tuple[Tensor, Tensor, Tensor]
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        rows: tuple[Tensor, ...]
         if _plain(args[:_MASKS]):
             *_, options, _ = args
             rows = _launch(Call(ATTENTION_KL, args[:_MASKS], options, args[_MASKS:_OPTIONS]))
@@ -420,7 +449,7 @@ class _AttentionKL(torch.autograd.Function):
         return rows
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _keep(ctx, inputs, output)
 
     @staticmethod
@@ -456,28 +485,30 @@ class _AttentionKLBackward(torch.autograd.Function):
         _refuse_second_order(ctx, *grads)
 
 
-def _launch_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_forward(*args: Any) -> tuple[Tensor, ...]:
     return _launch(_unpacked(args))
 
 
-def _launch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _launch(call: Call) -> tuple[Tensor, ...]:
+    """All rows that an operator gives, empty where the call does not have them."""
     ready = call.ready()
-    # Three allocations, where the direct path makes one: operator outputs must not share memory.
-    like = ready.inputs.student_q
-    rows = RowStats(*(frameworks.empty(like, ready.checked.row_shape, ready.checked.stat_dtype) for _ in range(3)))
+    # An allocation each, where the direct path makes one for three: operator outputs must not share memory.
+    like, dtype = ready.inputs.student_q, ready.checked.stat_dtype
+    three = [frameworks.empty(like, ready.checked.row_shape, dtype) for _ in range(3)]
+    rows = RowStats(*three, **ready.empty_extra_rows())
     ready.launch(rows)
     if call.options.block_mask is not None:
         # What a backward reads keeps the pattern, of which operators know the key only.
         rows.student_lse.array._streamkl_block_mask = call.options.block_mask
-    return rows.kl.array, rows.teacher_lse.array, rows.student_lse.array
+    return tuple([three[0].array.new_empty(0) if x is None else x for x in _tensors(rows)])
 
 
 def _launch_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the wanted inputs; of the others an empty tensor, as batching fallbacks want a fixed count."""
-    grad, teacher_lse, student_lse, kl, wanted = args[:_SAVED]
+    *saved, wanted = args[:_SAVED]
     wrt = _names(tuple(wanted))
     call = _unpacked(args[_SAVED:])
-    ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl))
+    ready = call.ready(SavedArrays(*saved))
     a, b, c, d = (call.operands[call.op.at].new_empty(0) if g is None else g for g in ready.backward(wrt))
     return a, b, c, d
 
@@ -510,10 +541,14 @@ def _with_scales(options: Options, scales: Sequence[Any]) -> Options:
 
 
 def _fake_forward(*args: Any) -> Any:
-    teacher_q, _, student_q, _ = _call(args).operands
+    call = _call(args)
+    teacher_q, _, student_q, _ = call.operands
     wide = torch.float64 in (teacher_q.dtype, student_q.dtype)
     dtype = torch.float64 if wide else torch.float32
-    return tuple(student_q.new_empty(student_q.shape[:-1], dtype=dtype) for _ in range(3))
+    shape, moments = student_q.shape[:-1], DIVERGENCES[call.options.divergence].moments
+    shapes: list[Any] = [shape] * 3 + [shape if call.options.return_entropy else (0,)]
+    shapes.append((*shape, moments) if moments else (0,))
+    return tuple(student_q.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 def _fake_backward(*args: Any) -> Any:
@@ -527,7 +562,11 @@ def _forward_of_batches(op: Any, info: Any, in_dims: tuple[Any, ...], *args: Any
         return _looped(op, info.batch_size, in_dims, args)
     folded = _Fold(info.batch_size, call, dims)
     rows = op(*folded.arguments(call, dims), _scales(args))
-    return tuple(folded.unfold(x) for x in rows), (0, 0, 0)
+    there = [x is not None for x in _there(call.options, rows)]
+    return (
+        tuple(folded.unfold(x) if has else x for x, has in zip(rows, there)),
+        tuple(0 if has else None for has in there),
+    )
 
 
 def _backward_of_batches(op: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -557,7 +596,7 @@ def _operators(suffix: str = "", tags: Sequence[Any] = ()) -> tuple[Any, Any]:
         f"streamkl::attention_kl_forward{suffix}",
         _launch_forward,
         mutates_args=(),
-        schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+        schema=f"({_SCHEMA}) -> ({', '.join(['Tensor'] * _ROWS)})",
         tags=tags,
     )
     backward = torch.library.custom_op(

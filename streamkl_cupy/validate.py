@@ -54,19 +54,30 @@ def reads_value(op: Op, divergence: str, wrt: tuple[str, ...]) -> tuple[str, ...
     return op.on(DIVERGENCES[divergence].needs_value, wrt)
 
 
-def value_given(op: Op, kl: Any, divergence: str, wrt: tuple[str, ...]) -> None:
-    """Refuse gradients that read the row's value where none came."""
+def rows_given(op: Op, kl: Any, moments: Any, divergence: str, wrt: tuple[str, ...]) -> Any:
+    """Refuse gradients that read the row's value or moments where none came; the moments, where they are read."""
     reading = reads_value(op, divergence, wrt)
     if kl is None and reading:
         raise ValueError(
             f"wrt asks for {reading[0]}, whose gradient needs the row values: pass the whole result of "
             f"attention_kl_forward as saved=, or its kl as kl="
         )
+    if not DIVERGENCES[divergence].moments:
+        return None
+    if moments is None:
+        raise ValueError(
+            f"gradients of {divergence!r} need the moments of the rows: pass the whole result of attention_kl_forward "
+            f"as saved=, or its moments as moments="
+        )
+    return moments
 
 
-def saved_rows(saved: Any, teacher_lse: Any, student_lse: Any, kl: Any) -> tuple[Any, Any, Any]:
-    """What a forward saved, given as a whole or part by part: both log-sum-exps, and the values if there are any."""
-    parts = {"teacher_lse": teacher_lse, "student_lse": student_lse, "kl": kl}
+def saved_rows(
+    saved: Any, teacher_lse: Any, student_lse: Any, kl: Any, moments: Any = None
+) -> tuple[Any, Any, Any, Any]:
+    """What a forward saved, given as a whole or part by part: both log-sum-exps, and the values and moments if there
+    are any."""
+    parts = {"teacher_lse": teacher_lse, "student_lse": student_lse, "kl": kl, "moments": moments}
     given = [name for name, x in parts.items() if x is not None]
     if saved is None:
         missing = [name for name in ("teacher_lse", "student_lse") if name not in given]
@@ -75,7 +86,7 @@ def saved_rows(saved: Any, teacher_lse: Any, student_lse: Any, kl: Any) -> tuple
                 f"{' and '.join(missing)} came neither in saved= nor alone; pass saved=forward, the whole result of "
                 f"attention_kl_forward(...) on the same inputs"
             )
-        return teacher_lse, student_lse, kl
+        return teacher_lse, student_lse, kl, moments
     if given:
         raise TypeError(f"saved came together with {given[0]}, which it holds already; pass one of them")
     try:
@@ -84,7 +95,7 @@ def saved_rows(saved: Any, teacher_lse: Any, student_lse: Any, kl: Any) -> tuple
                 "saved.kl is one number, a sum or a mean; pass the result of attention_kl_forward, or of "
                 'attention_kl with reduction="none"'
             )
-        return saved.teacher_lse, saved.student_lse, saved.kl
+        return saved.teacher_lse, saved.student_lse, saved.kl, getattr(saved, "moments", None)
     except AttributeError:
         raise TypeError(
             f"saved is {a_kind_of(saved)}; allowed is what attention_kl_forward returns, whole: the three arrays of "
@@ -191,6 +202,7 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
         precision=chosen.precision,
         deterministic=bool(chosen.deterministic),
         divergence=chosen.divergence,
+        entropy=chosen.return_entropy,
         sequences=asked.sequences,
     )
 

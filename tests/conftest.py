@@ -183,12 +183,14 @@ class Backend:
         plain: bool = False,
         nan_may_spread: bool = False,
         unit: float | None = None,
+        entropy: bool = False,
         **how: Any,
     ) -> tuple[Any, Any]:
         """Run a case forward, and backward where `grad` is given, in poisoned memory, and hold it against float64.
 
         `arrays` replaces the inputs by other arrays of the same values. `how` are options that change how a result is
-        computed and not what it is. Returns the rows and the gradients as they came.
+        computed and not what it is; `entropy` asks for the teacher's too. Returns the rows and the gradients as they
+        came.
         """
         inputs = self.arrays(case) if arrays is None else arrays
         options = {**self.options(case), **how}
@@ -198,12 +200,16 @@ class Backend:
             np.ones(expected.kl.shape) if grad is None else grad, *case.arrays, dtypes=case.dtypes, **case.options
         ) if plain else (None, None)  # fmt: skip
         self.poison(inputs)
-        rows = streamkl_cupy.attention_kl_forward(*inputs, **options)
+        rows = streamkl_cupy.attention_kl_forward(*inputs, **options, return_entropy=entropy)
         check_rows("kl", self.numpy(rows.kl), expected, hard=case.hard, dtype=compute, plain=calibration[0], unit=unit)
         for name in ("teacher_lse", "student_lse"):
             lse = self.numpy(getattr(rows, name))
             check_lse(name, lse, getattr(expected, name), expected.largest, compute, unit)
-        assert {self.dtype(x) for x in rows} == {compute}
+        if entropy:
+            of_entropy = expected._replace(kl=expected.entropy, condition=expected.entropy_condition)
+            found = self.numpy(rows.teacher_entropy)
+            check_rows("entropy", found, of_entropy, hard=case.hard, dtype=compute, unit=unit)
+        assert {self.dtype(x) for x in rows if x is not None} == {compute}
         if grad is None:
             return rows, None
         wanted = reference.backward(grad, *case.arrays, **case.options)

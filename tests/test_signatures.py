@@ -200,16 +200,16 @@ def test_torch_compile_traces_it(whose: str, direct: bool) -> None:
 def shared_options(function: Any) -> dict[str, Any]:
     """Those parameters that are no arrays and not this function's alone, with their defaults."""
     parameters = list(inspect.signature(function).parameters.values())
-    names = {*options.TABLE, *options.MASK_ARRAYS}
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in names}
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in options.SHARED}
 
 
 @pytest.mark.parametrize("function", functions())
 def test_every_function_has_every_option(function: Any) -> None:
     call, _ = function()
     given = shared_options(call)
-    assert given == {**dict.fromkeys(options.MASK_ARRAYS), **options.Options._field_defaults}
-    assert [name for name in given if name in options.TABLE] == list(options.TABLE)
+    shared = [name for name, row in options.TABLE.items() if row.shared]
+    assert given == {**dict.fromkeys(options.MASK_ARRAYS), **{x: options.Options._field_defaults[x] for x in shared}}
+    assert [name for name in given if name in options.TABLE] == shared
     assert [name for name in given if name in options.MASK_ARRAYS] == list(options.MASK_ARRAYS)
 
 
@@ -234,7 +234,7 @@ def test_the_checker_sees_every_option() -> None:
 def test_torch_operators_take_every_option() -> None:
     torch = pytest.importorskip("torch")
     importlib.import_module("streamkl_cupy.torch")
-    for operator, first in (("attention_kl_forward", 0), ("attention_kl_backward", 5)):
+    for operator, first in (("attention_kl_forward", 0), ("attention_kl_backward", 6)):
         schema = getattr(torch.ops.streamkl, operator).default._schema
         names = [argument.name for argument in schema.arguments][first:]
         assert names == [*INPUT_NAMES, *options.MASK_ARRAYS, *options.TABLE, "scales"]

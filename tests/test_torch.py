@@ -269,7 +269,7 @@ def test_operators_pass_torchs_own_checks(device: str, wanted: tuple[bool, ...])
     rows = front._forward_op(*x, *NO_MASK, *DEFAULTS)
     torch.library.opcheck(front._forward_op, (*x, *NO_MASK, *DEFAULTS))
     grad = torch.ones_like(rows[0])
-    saved = (grad, rows[1], rows[2], rows[0])
+    saved = (grad, rows[1], rows[2], rows[0], None)
     torch.library.opcheck(front._backward_op, (*saved, list(wanted), *x, *NO_MASK, *DEFAULTS))
 
 
@@ -282,13 +282,16 @@ def test_fake_results_look_like_real_ones(teacher: Any, student: Any, layout: st
     x = [y.to(dtype) for y, dtype in zip(operands(), (teacher, teacher, student, student))]
     if layout == "bnhd":
         x = [t.transpose(1, 2) for t in x]
-    options = Options(student_scale=0.5, causal=True, q_offset=3, window=(5, 0), layout=layout, deterministic=True)
+    options = Options(
+        student_scale=0.5, causal=True, q_offset=3, window=(5, 0), layout=layout, deterministic=True,
+        return_entropy=bool(np.random.default_rng().integers(2)),
+    )  # fmt: skip
     real = front._forward_op(*x, *NO_MASK, *options)
-    grads = front._backward_op(real[0], real[1], real[2], real[0], [True] * 4, *x, *NO_MASK, *options)
+    grads = front._backward_op(real[0], *real[1:3], real[0], None, [True] * 4, *x, *NO_MASK, *options)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_x = [mode.from_tensor(t) for t in x]
         fake = front._forward_op(*fake_x, *NO_MASK, *options)
-        fake_grads = front._backward_op(fake[0], *fake[1:], fake[0], [True] * 4, *fake_x, *NO_MASK, *options)
+        fake_grads = front._backward_op(fake[0], *fake[1:3], fake[0], None, [True] * 4, *fake_x, *NO_MASK, *options)
     for a, b in zip((*real, *grads), (*fake, *fake_grads)):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
 

@@ -40,6 +40,9 @@ RIGHT = {
     "attention_kl_forward(t, t, t, t, q_offset=1, causal=True)": "KLForward[Tensor]",
     "attention_kl_forward(t, t, t, t, dense_teacher_lse=t)": "KLForwardMass[Tensor]",
     "attention_kl_forward(t, t, t, t)[1]": "Tensor",
+    "attention_kl(t, t, t, t, return_entropy=True).teacher_entropy": "Tensor",
+    "attention_kl(t, t, t, t, return_lse=True, return_entropy=True).teacher_entropy": "Tensor | None",
+    "attention_kl_forward(h, h, h, h, return_entropy=True).kl": ROWS,
     "attention_kl_value_and_grad(t, t, t, t)": "tuple[Tensor, KLGradients[Tensor]]",
     'attention_kl_value_and_grad(t, t, t, t, wrt=("student_k",), reduction="sum")[1].student_k': "Tensor | Any",
     # Half precision goes in, rows come out in single.

@@ -113,6 +113,11 @@ class Work:
         return 3 + (self.task.side in DIVERGENCES[self.problem.divergence].needs_value)
 
     @property
+    def state_floats(self) -> int:
+        """Size of a row's partial state in memory, where several blocks share a row's keys."""
+        return DIVERGENCES[self.problem.divergence].state_floats + self.problem.entropy
+
+    @property
     def mask_level(self) -> int:
         """How many registers a mask takes: 0 a bound, 1 an interval or segments, 2 pairs apart, 3 all of that."""
         return registers(parts_of(self.problem.mask))
@@ -397,6 +402,8 @@ class Kernel(ABC, Generic[Row]):
         if self.shares_tiles:
             constants["SKL_SHARED"] = int(tile.shared)
             constants["SKL_LEAST_STEPS"] = LEAST_STEPS
+        if problem.entropy and not task.side:
+            constants["SKL_ENTROPY"] = 1
         headers: dict[str, str | tuple[str, ...]] = {
             "divergence": DIVERGENCES[problem.divergence].header,
             "score": SCORES[problem.score].header,

@@ -76,6 +76,8 @@ def plan(work: Work, forward: KernelPlan, facts: DeviceFacts) -> KernelPlan:
     problem = work.problem
     # Only float32 keys have parts in common taken from them, and log-sum-exps to give those back to.
     constants = {"SKL_HAS_OFFSETS": int(work.float32), "SKL_THREADS": THREADS}
+    if problem.entropy:
+        constants["SKL_ENTROPY"] = 1
     return KernelPlan(
         task=COMBINE,
         entry="kernels/combine.cu",

@@ -7,7 +7,6 @@ thread and 65,536 per multiprocessor.
 
 from __future__ import annotations
 
-from ..rules.divergences import DIVERGENCES
 from .base import TileRow, Work
 from .sm80 import Portable, common_bytes
 from .structs import FORWARD, Regions, split_states
@@ -40,7 +39,7 @@ class _Forward(Portable):
         return super().smem_bytes(work, tile) + common_bytes(*work.sides)
 
     def regions(self, work: Work, tile: TileRow) -> tuple[Regions, ...]:
-        return (split_states(DIVERGENCES[work.problem.divergence].state_floats),)
+        return (split_states(work.state_floats),)
 
 
 KERNEL = _Forward()

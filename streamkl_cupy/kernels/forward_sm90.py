@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..rules.divergences import DIVERGENCES
 from .base import TileRow, Work
 from .combine import splits_of_last_rows
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, held_steps, packed_rows, row_bytes
@@ -91,7 +90,7 @@ class _Forward(Hopper[_Row]):
         return splits_of_last_rows(work.problem, tile.rows, tile.columns)
 
     def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
-        return (split_states(DIVERGENCES[work.problem.divergence].state_floats),)
+        return (split_states(work.state_floats),)
 
 
 KERNEL = _Forward()

@@ -325,9 +325,9 @@ LINE = 128
 """Bytes of a line of the caches."""
 
 
-def split_states(state_floats: int) -> Regions:
+def split_states(floats: int) -> Regions:
     """States of rows whose keys are split over blocks; an entry is a row in one of these."""
-    return Regions("SplitStates", (Region("states", "float", state_floats),))
+    return Regions("SplitStates", (Region("states", "float", floats),))
 
 
 def partials(warps: int, rows: int, out_dim: int) -> Regions:

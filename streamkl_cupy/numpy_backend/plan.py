@@ -93,6 +93,8 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
 def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
     """Elements of each buffer that a block of `heads` heads, all batch entries counted, needs at most."""
     sizes = dict.fromkeys(DIVERGENCES[problem.divergence].tile_buffers, heads * m * n)
+    if problem.entropy:
+        sizes["entropy"] = heads * m * n
     score = SCORES[problem.score]
     for name, dim, meaning in (
         ("teacher", problem.teacher.dim, score.teacher),

@@ -140,9 +140,9 @@ class Runner:
         op = self.problem.operation
         places, count = self._places(masks)
         views = self._views(inputs)
-        rows = [self._rows(x) for x in outputs]
+        rows = [self._rows(x) for x in outputs if x is not None]
         if self.problem.sequences:  # rows after the last sequence
-            for out, empty in zip(rows, (0, -np.inf, -np.inf), strict=True):
+            for out, empty in zip(rows, (0, -np.inf, -np.inf, *(0 for _ in rows[3:])), strict=True):
                 out[...] = empty
 
         def tasks() -> Iterator[_ForwardTask]:
@@ -238,7 +238,7 @@ class Runner:
         }
 
     def _rows(self, x: ArrayView) -> Array:
-        return canonical(host(x), self.problem.layout, 0)
+        return canonical(host(x), self.problem.layout, x.name == "moments")
 
     def _places(self, masks: MaskArrays | None) -> tuple[list[Place], int]:
         """The sequences, or the whole, with the mask's values checked, and how many threads share them."""
@@ -311,7 +311,7 @@ class Runner:
         self, views: dict[str, Array], place: Place, at: Block, scratch: Scratch, team: Team[Any]
     ) -> RowResults:
         teacher, student = self._halves(views, at, scratch)
-        state = self._divergence.row_state(teacher.q.shape[:3], self._dtype)
+        state = self._divergence.row_state(teacher.q.shape[:3], self._dtype, self.problem.entropy)
         for tile in self._tiles(place, at):
             team.pause()
             state.absorb(teacher.logits(tile), student.logits(tile), tile.visible, scratch)

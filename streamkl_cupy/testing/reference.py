@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..numpy_backend.elements import narrow, widen
 from ..rules.divergences import DIVERGENCES
-from ..rules.divergences.interface import log_sum_exp, terms_of
+from ..rules.divergences.interface import log_softmax, log_sum_exp, terms_of
 from ..rules.scores import SCORES
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ class Rows(NamedTuple):
     condition: Array
     """How much KL moves when every product behind every logit moves by its own size: on hard data logits cannot be
     had better than to a rounding of those, and this times that rounding is what any method is off by."""
+    entropy: Array
+    """Of the teacher."""
+    entropy_condition: Array
+    """Its `condition`."""
 
 
 class Grads(NamedTuple):
@@ -104,10 +108,21 @@ def forward(
             lse_s,
             np.where(visible, np.maximum(*sizes), 0).max(axis=-1, initial=0),
             np.where(visible, condition, 0).sum(axis=-1),
+            *_entropy(teacher.logits, sizes[0], visible, value),
         )
         for array, x in zip(out, results, strict=True):
             array[index] = x
     return Rows(*(call.callers_rows(x) for x in out))
+
+
+def _entropy(logits: Array, sizes: Array, visible: Array, value: Array) -> tuple[Array, Array]:
+    """The entropy of each row and its condition; NaN where the value is."""
+    with np.errstate(invalid="ignore"):
+        log_p = log_softmax(logits, visible)
+        p = np.where(visible, np.exp(log_p), 0)
+        entropy = -(p * log_p).sum(axis=-1)
+        condition = np.where(visible, np.abs(p * (log_p + entropy[:, None])) * sizes, 0).sum(axis=-1)
+    return np.where(np.isnan(value), np.nan, entropy), condition
 
 
 def backward(

@@ -30,8 +30,10 @@ class RowResults(NamedTuple):
     teacher_lse: Array
     """Natural logarithms; -inf for a row without keys."""
     student_lse: Array
-    teacher_entropy: Array | None
+    teacher_entropy: Array | None = None
     """Nats, where it is wanted; 0 for a row without keys."""
+    moments: Array | None = None
+    """(..., k), where the divergence has some."""
 
 
 class RowState(Protocol):
@@ -100,6 +102,8 @@ class Divergence:
     """(rows, value (..., M, 1)) -> derivatives of each row's value by the logits of P and of Q."""
     row_magnitudes: Callable[[Terms, Array], tuple[Array, Array]]
     """The same with every term by its magnitude: what rounding errors of the derivatives are proportional to."""
+    moments: int = 0
+    """Numbers of a row that its gradients read in place of its value."""
 
     def value(self, teacher: Logits, student: Logits, visible: Visible) -> NDArray[np.float64]:
         """Natural logits (..., M, N) -> (..., M) in nats; 0 for a row that sees no key."""
