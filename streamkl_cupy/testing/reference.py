@@ -37,9 +37,9 @@ class Rows(NamedTuple):
     condition: Array
     """How much KL moves when every product behind every logit moves by its own size: on hard data logits cannot be
     had better than to a rounding of those, and this times that rounding is what any method is off by."""
-    entropy: Array
+    entropy: Any = None
     """Of the teacher."""
-    entropy_condition: Array
+    entropy_condition: Any = None
     """Its `condition`."""
 
 
