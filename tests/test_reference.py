@@ -120,7 +120,7 @@ def longhand(grad: Array, arrays: tuple[Array, ...], options: dict[str, Any]) ->
     ]
     B, H, M, _ = exact[0].shape
     N = exact[1].shape[2]
-    rows = [np.zeros((B, H, M), np.longdouble) for _ in range(5)]
+    rows = [np.zeros((B, H, M), np.longdouble) for _ in range(7)]
     rows[1:3] = [x - np.inf for x in rows[1:3]]
     sums = [[np.zeros(x.shape, np.longdouble) for x in exact] for _ in range(4)]
     for b, h, i in np.ndindex(B, H, M):
@@ -139,7 +139,9 @@ def longhand(grad: Array, arrays: tuple[Array, ...], options: dict[str, Any]) ->
         terms = [p * (log_p - log_q - kl), q_ - p]
         worst = [p * (1 + abs(log_p - log_q) + abs(kl)), p + q_]
         condition = sum((abs(d) * size).sum() for d, size in zip(terms, sizes))
-        for array, x in zip(rows, (kl, *lse, max(x.max() for x in sizes), condition)):
+        entropy = -(p * log_p).sum()
+        of_entropy = (abs(p * (log_p + entropy)) * sizes[0]).sum()
+        for array, x in zip(rows, (kl, *lse, max(x.max() for x in sizes), condition, entropy, of_entropy)):
             array[b, h, i] = x
         for n, side in enumerate((0, 2)):
             d, size = (grad[b, h, i] * scales[n] * x for x in (terms[n], worst[n]))
@@ -327,7 +329,7 @@ def test_fewer_axes_are_axes_of_one(layout: str, axes: int, rng: np.random.Gener
     grad = rng.standard_normal(whole.kl.shape)
     expected = [*whole, *reference.backward(grad, *case.arrays, **case.options).value]
     found = [*rows, *reference.backward(grad.reshape(rows.kl.shape), *fewer, **case.options).value]
-    for a, e, n in zip(found, expected, 5 * [axes - 1] + 4 * [axes], strict=True):
+    for a, e, n in zip(found, expected, len(rows) * [axes - 1] + 4 * [axes], strict=True):
         assert a.ndim == n
         np.testing.assert_array_equal(a.ravel(), e.ravel())
 
