@@ -63,7 +63,7 @@ def check_values(core: Any, case: Case, kl: Any, expected: reference.Rows, left:
 
 
 def judge(core: Any, case: Case, grad: Array, offset: float) -> None:
-    """Hold values, log-sum-exps and query gradients to what the README says of a common part of that size."""
+    """Hold values, log-sum-exps and query gradients to what docs/accuracy.md says of a common part of that size."""
     expected = reference.forward(*case.arrays, **case.options)
     wanted = reference.backward(grad, *case.arrays, **case.options).value
     rows, grads = run(core, case, grad)
