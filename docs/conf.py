@@ -34,6 +34,7 @@ autodoc_typehints = "none"  # and so one signature for functions with overloads
 autodoc_member_order = "bysource"
 napoleon_custom_sections = ["Accuracy"]
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 napoleon_use_rtype = False
 
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Accuracy|Example|Examples|Attributes):$")

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from test_examples import python
 
+import streamkl_cupy
+from streamkl_cupy import patterns
+from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import ARRAYS
 from streamkl_cupy.rules.masks.interface import Chosen
 
@@ -105,6 +108,19 @@ def test_every_option_of_a_mask_is_on_the_page_of_masks() -> None:
     assert options
     missing = [name for name in (*ARRAYS, *options) if not re.search(rf"attention_kl\([^`]*\b{name}=", text)]
     assert not missing, f"docs/masks.md shows no call with {missing}"
+
+
+def test_everything_public_is_on_the_page_of_the_api() -> None:
+    listed = re.findall(r"^.. auto\w+:: (\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {*streamkl_cupy.__all__, *patterns.__all__} - {"patterns"}
+
+
+@pytest.mark.parametrize("page", ["support.md", "recipes.md"])
+def test_every_divergence_has_a_row_and_a_recipe(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    missing = [name for name in DIVERGENCES if f'"{name}"' not in text and name != "kl"]
+    assert not missing, f"docs/{page} does not name {missing}"
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

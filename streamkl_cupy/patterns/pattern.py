@@ -154,7 +154,7 @@ class BlockPattern(_Kept):
 
     @property
     def heads(self) -> int:
-        """P: the heads of the pattern; 1 serves any number of heads."""
+        """P, the heads of the pattern; 1 serves any number of heads."""
         return len(self.row_offsets)
 
     @property
