@@ -1,6 +1,6 @@
-"""Run the Python blocks of a page, in their order and in one namespace, as its reader would.
+"""Run the Python blocks of pages, those of each in their order and in one namespace, as its reader would.
 
-    python docs/_tools/blocks.py docs/recipes.md
+    python docs/_tools/blocks.py README.md docs/recipes.md
 
 A block is skipped where a package that it imports is missing, where it is CuPy's and there is no GPU, and where it uses
 what such a block defines; each is named with its line. Exit code 0 unless a block fails.
@@ -84,9 +84,10 @@ def run(path: Path) -> Iterator[tuple[Block, str]]:
 
 
 def main() -> None:
-    path = Path(sys.argv[1]).resolve()
-    for block, why in run(path):
-        print(f"{path.name} {block.line}: {why or 'ran'}", flush=True)
+    for name in sys.argv[1:]:
+        path = Path(name).resolve()
+        for block, why in run(path):
+            print(f"{path.name} {block.line}: {why or 'ran'}", flush=True)
 
 
 if __name__ == "__main__":
