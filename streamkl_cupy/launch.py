@@ -175,6 +175,7 @@ class Runner:
         self._runtime, self._driver = cupy.cuda.runtime, cupy.cuda.driver
         self._context = _primary_context(problem.device.index)
         self.problem = problem
+        self._names = problem.operation.names
         self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
         self.workspace_bytes = self.plan.workspace_bytes
         self._kernels: dict[tuple[KernelPlan, ...], _Kernel] = {}
@@ -253,8 +254,7 @@ class Runner:
                     room = 0
                 elif room is not None and room < self.plan.mask_bytes:
                     workspace = 0
-                names = self.problem.operation.names
-                wrt = tuple(name for name, out in zip(names, outputs, strict=True) if out is not None)
+                wrt = tuple(name for name, out in zip(self._names, outputs, strict=True) if out is not None)
                 request = self._requests.get((wrt, room)) or self._backward(wrt, room, stream)
                 rows = _row_vectors(self.problem, saved)
                 commands = self._backwards.keep(key, self._commands(request, inputs, outputs, workspace, masks, rows))

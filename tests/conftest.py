@@ -9,10 +9,10 @@ import os
 import secrets
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 # Before NumPy is imported. These products are small: several BLAS threads spend their time waiting for each other, and
@@ -83,6 +83,59 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     skipped = [report for report in reports if "gpu" in getattr(report, "keywords", ())]
     if skipped and gpu_missing():
         terminalreporter.write_line(f"{len(skipped)} gpu tests did not run: {gpu_missing()}", yellow=True)
+
+
+def functions_run(call: Callable[[], object]) -> list[str]:
+    """Functions of the package that a call runs, each time, as module.function; without those written inside others."""
+    found = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("streamkl_cupy.") and frame.f_code.co_name[0] != "<":
+            found.append(f"{module.removeprefix('streamkl_cupy.')}.{frame.f_code.co_name}")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+# Where these are of a call like one before: it is looked up, not read, checked, planned or compiled again.
+LOOKED_UP = frozenset(
+    (
+        *(
+            "advice.signatures",
+            "api",
+            "arrays",
+            "call",
+            "concurrency.locks",
+            "launch",
+            "options",
+            "torch",
+            "validate",
+            "arguments",
+        ),
+        *("frameworks", "frameworks.base", "frameworks.cupy", "frameworks.numpy", "frameworks.torch"),
+        "results",
+        "rules.reductions",
+    )
+)
+
+
+def check_looked_up(call: Callable[[], object], most: int) -> None:
+    """Demand that a call like one before is looked up, by at most so many functions of the package."""
+    call()
+    call()
+    found = functions_run(call)
+    others = {name.rpartition(".")[0] for name in found} - LOOKED_UP
+    assert not others, found
+    assert not {name for name in found if name in ("call._read", "call.prepare", "validate.to_problem")}, found
+    # Results may lie where none did before, and are written into packed arguments then.
+    found = [name for name in found if name not in ("launch._commands", "launch.commands", "launch.keep")]
+    assert len(found) <= most, found
 
 
 @pytest.fixture

@@ -24,8 +24,7 @@ def problem() -> tuple[Any, reference.Rows, Array, reference.Gradients]:
 
 
 def check(actual: Array, gradients: reference.Gradients, dtype: str, i: int = 2, **options: Any) -> float:
-    parts = (getattr(gradients, field)[i] for field in gradients._fields)
-    return compare.check_gradient("gradient", actual, *parts, dtype, **options)
+    return compare.check_gradient("gradient", actual, gradients.of(i), dtype, **options)
 
 
 def faults(e: Array) -> dict[str, Array]:
@@ -314,7 +313,8 @@ class Parts:
 
     def check(self, error: Array, dtype: str, **options: Any) -> float:
         e = self.value
-        return compare.check_gradient("x", e + error, e, self.size, self.noise, self.rough, dtype, **options)
+        terms = reference.Terms(e, self.size, self.noise, self.rough)
+        return compare.check_gradient("x", e + error, terms, dtype, **options)
 
 
 FEW = 1 + 1 / 64  # a bound of many roundings, and of 64 rows
@@ -509,8 +509,8 @@ def test_check_gradients_hands_on_what_it_is_told(problem: Any, rng: Any) -> Non
         off[i] = off[i] * (1 + 2e-3 * rng.choice([-1, 1], off[i].shape))
         types = ("bfloat16", "float32") if i < 2 else ("float32", "bfloat16")
         share = compare.check_gradients(tuple(off), gradients, types)
-        parts = (getattr(gradients, field)[i] for field in gradients._fields)
-        assert share == compare.check_gradient("x", off[i], *parts, "bfloat16") > 0.3
+        parts = reference.Terms(*(getattr(gradients, field)[i] for field in gradients._fields))
+        assert share == compare.check_gradient("x", off[i], parts, "bfloat16") > 0.3
         with pytest.raises(AssertionError, match=f"gradient of {name}: relative L2"):
             compare.check_gradients(tuple(off), gradients, types[::-1])
         compare.check_gradients(tuple(off), gradients, types[::-1], unit=1e-2)

@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import check_looked_up
 
+import streamkl_cupy
 from streamkl_cupy import arrays, launch, patterns, validate
+from streamkl_cupy import call as calls
 from streamkl_cupy import problem as problems
 from streamkl_cupy.arrays import ArrayView, Gradients, Inputs, RowStats, Saved
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.errors import CaptureError
+from streamkl_cupy.frameworks.base import known
 from streamkl_cupy.kernels import tile_lists
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.options import parse
@@ -99,6 +103,33 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 def view(name: str, shape: tuple[int, ...], device: int, dtype: str = "float16") -> ArrayView:
     return ArrayView(name, "torch", arrays.cuda(device), dtype, shape, compact_strides(shape), 1 << 20, None)
+
+
+@pytest.mark.parametrize("way, most", [("loss", 48), ("step", 78), ("forward", 40), ("backward", 50)])
+def test_a_call_like_one_before_is_looked_up(
+    driver: Driver, way: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensors on the CPU that pass for a GPU's."""
+    torch = pytest.importorskip("torch")
+    framework: Any = known("torch")
+    monkeypatch.setattr(framework, "devices", {torch.device("cpu"): arrays.cuda(0)})
+    monkeypatch.setattr(framework, "raw_stream", lambda index: 7)
+    monkeypatch.setattr(calls, "backend", lambda device: launch)
+    for kept in ("_looks", "_checked", "_runners"):
+        monkeypatch.setattr(calls, kept, {})
+    x = [torch.randn(1, 2, 128, 64, dtype=torch.bfloat16) for _ in INPUT_NAMES]
+    rows = streamkl_cupy.attention_kl_forward(*x)
+    grad = torch.ones_like(rows.kl)
+    leaf = x[2].clone().requires_grad_()
+    check_looked_up(
+        {
+            "loss": lambda: streamkl_cupy.attention_kl(*x, causal=True, reduction="mean"),
+            "step": lambda: streamkl_cupy.attention_kl(*x[:2], leaf, x[3], reduction="sum").backward(),
+            "forward": lambda: streamkl_cupy.attention_kl_forward(*x),
+            "backward": lambda: streamkl_cupy.attention_kl_backward(grad, *x, saved=rows),
+        }[way],
+        most,
+    )
 
 
 class Problem:

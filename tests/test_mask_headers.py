@@ -255,7 +255,7 @@ def one_block(walker: Any, parts: tuple[str, ...], rows: int, columns: int, quer
         given["q_offset"] = int(rng.integers(-M - 20, N + 20))
     if "block_mask" in given and rng.integers(2):
         given["block_mask"] = pattern_of(rng, heads, M, N)
-    dense = np.broadcast_to(reference.visible(batch, heads, M, N, **given), (batch, heads, M, N))
+    dense = np.broadcast_to(reference.visible((batch, heads, M, N), reference.Mask(**given)), (batch, heads, M, N))
     options, values = parse(given)
     arrays = {name: x for name, x in zip(masks.ARRAYS, values) if x is not None}
     sequences = len(arrays["cu_seqlens_q"]) - 1 if packed else 0

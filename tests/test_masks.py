@@ -169,7 +169,7 @@ def test_masked_memory_may_hold_anything(backend: Any, rng: np.random.Generator,
         rng, kind, B=1, H=2, M=70, N=90, teacher_key_heads=1, student_key_heads=2, dtypes="float32", layout="bhnd"
     )
     mask = {k: v for k, v in case.options.items() if k not in ("layout", "teacher_scale", "student_scale")}
-    seen = np.broadcast_to(reference.visible(1, 2, 70, 90, **mask), (1, 2, 70, 90))
+    seen = np.broadcast_to(reference.visible((1, 2, 70, 90), reference.Mask(**mask)), (1, 2, 70, 90))
     row_used, key_used = seen.any(axis=-1), seen.any(axis=2)
     packed = "cu_seqlens_q" in case.options
     spoilt = []
@@ -505,7 +505,7 @@ def test_parts_say_what_the_reference_says(rng: np.random.Generator, kind: str) 
         parts = masks.parts_of(spec)
         assert [part.name for part in parts] == [name for name in MASKS if name in spec.parts]
         scene = Scene(M, N, dict(spec.params), pattern=spec.pattern, heads=range(H), arrays=arrays)
-        dense = np.broadcast_to(reference.visible(B, H, M, N, **options, **arrays), (B, H, M, N))
+        dense = np.broadcast_to(reference.visible((B, H, M, N), reference.Mask(**options, **arrays)), (B, H, M, N))
         found = np.broadcast_to(masks.visible(parts, scene, np.arange(M), np.arange(N)), dense.shape)
         np.testing.assert_array_equal(found, dense)
         for q0, q1 in [(0, M), (0, 0), (3, 7), (16, 32), (M - 1, M)]:

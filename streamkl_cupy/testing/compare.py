@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .reference import Gradients, Grads, Rows, exact
+from .reference import Gradients, Grads, Rows, Terms, exact
 
 Array = NDArray[Any]
 
@@ -115,10 +115,7 @@ def check_calibrated(
 def check_gradient(
     name: str,
     actual: ArrayLike,
-    expected: ArrayLike,
-    magnitude: ArrayLike,
-    noise: ArrayLike,
-    sensitivity: ArrayLike,
+    expected: Terms,
     dtype: str,
     *,
     plain: ArrayLike | None = None,
@@ -128,12 +125,12 @@ def check_gradient(
 ) -> float:
     """Compare one gradient with the reference; AssertionError saying which check failed and where it is worst.
 
-    `magnitude`, `noise` and `sensitivity` are those of `reference.Gradients`: what an element's error is relative to
-    where terms cancel, and where the gradient must be exactly 0. `hard` allows for what the rounding of large logits
-    alone does. `plain` adds the calibrated check. `nan_may_spread` allows NaN where the reference has none, once it
-    has some. `unit` is as in `check_rows`. Returns the share of the L2 bound used.
+    Beside its value `expected` has what an element's error is relative to where terms cancel, and where the gradient
+    must be exactly 0. `hard` allows for what the rounding of large logits alone does. `plain` adds the calibrated
+    check. `nan_may_spread` allows NaN where the reference has none, once it has some. `unit` is as in `check_rows`.
+    Returns the share of the L2 bound used.
     """
-    a, e, size, noise, rough = (exact(x) for x in (actual, expected, magnitude, noise, sensitivity))
+    a, e, size, noise, rough = (exact(x) for x in (actual, *expected))
     _same_shape(name, a, e)
     bound, tiny = GRADIENT_BOUND[dtype], _SUBNORMAL[dtype]
     epsilon = _EPSILON["float64" if dtype == "float64" else "float32"]
@@ -214,10 +211,7 @@ def check_gradients(
             share = check_gradient(
                 f"gradient of {name}",
                 x,
-                expected.value[i],
-                expected.magnitude[i],
-                expected.noise[i],
-                expected.sensitivity[i],
+                expected.of(i),
                 dtypes[i // 2],
                 plain=None if plain is None else plain[i],
                 hard=hard,

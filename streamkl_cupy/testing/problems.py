@@ -54,6 +54,12 @@ class Shape(NamedTuple):
     student_key_heads: int
 
 
+def shape_of(H: int = 1, D_t: int = 64, **others: int) -> Shape:
+    """One with what is not given: 64 rows and keys, the student's head dim the teacher's, no heads that share keys."""
+    defaults = {"B": 1, "M": 64, "N": 64, "D_s": D_t, "teacher_key_heads": H, "student_key_heads": H}
+    return Shape(**{"H": H, "D_t": D_t, **defaults, **others})
+
+
 Four = tuple[Array, Array, Array, Array]
 Generator = Callable[[np.random.Generator, Shape], tuple[Four, dict[str, Any]]]
 
@@ -69,26 +75,21 @@ class Recipe(NamedTuple):
 def make(
     name: str = "gaussian",
     *,
-    B: int = 1,
-    H: int = 1,
-    M: int = 64,
-    N: int = 64,
-    D_t: int = 64,
-    D_s: int | None = None,
-    teacher_key_heads: int | None = None,
-    student_key_heads: int | None = None,
     dtypes: str | tuple[str, str] = "float32",
     layout: str = "bhnd",
     seed: int = 0,
-    **options: Any,
+    **given: Any,
 ) -> Case:
     """Inputs of the recipe `name`, rounded to `dtypes` (one name, or teacher's and student's), with the options to use.
 
-    `options` are passed on to the call and go before the recipe's own. With `cu_seqlens_q` the inputs are packed: M and
-    N count the rows and keys of all sequences, B is 1.
+    What is given besides are extents, as `Shape` names them, and options, which are passed on to the call and go before
+    the recipe's own. With `cu_seqlens_q` the inputs are packed: M and N count the rows and keys of all sequences, and B
+    is 1.
     """
     recipe = RECIPES[name]
-    shape = Shape(B, H, M, N, D_t, D_t if D_s is None else D_s, teacher_key_heads or H, student_key_heads or H)
+    extents = {key: given[key] for key in Shape._fields if given.get(key) is not None}
+    options = {key: x for key, x in given.items() if key not in Shape._fields}
+    shape = shape_of(**extents)
     pair = (dtypes, dtypes) if isinstance(dtypes, str) else dtypes
     arrays, own = recipe.make(np.random.default_rng(seed), shape)
     types = (pair[0], pair[0], pair[1], pair[1])

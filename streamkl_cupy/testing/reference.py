@@ -52,8 +52,17 @@ class Grads(NamedTuple):
     student_k: Array
 
 
+class Terms(NamedTuple):
+    """One gradient, with the measures of `Gradients`."""
+
+    value: Array
+    magnitude: Array
+    noise: Array
+    sensitivity: Array
+
+
 class Gradients(NamedTuple):
-    """The gradients, and two measures of what each element is a sum of."""
+    """The gradients, and measures of what each element is a sum of."""
 
     value: Grads
     magnitude: Grads
@@ -62,6 +71,10 @@ class Gradients(NamedTuple):
     """Root of the sum of squares of dLogit x operand: the error if each dLogit is off by a random relative 1."""
     sensitivity: Grads
     """`magnitude` with each term times the size of the logits it comes from, like `Rows.condition`."""
+
+    def of(self, i: int) -> Terms:
+        """That of one input."""
+        return Terms(*[measure[i] for measure in self])
 
 
 def exact(x: ArrayLike) -> Array:
@@ -163,32 +176,33 @@ def backward(
     return Gradients(*(call.callers_inputs(x) for x in (value, magnitude, noise, sensitivity)))
 
 
-def visible(
-    B: int,
-    H: int,
-    M: int,
-    N: int,
-    *,
-    causal: bool = False,
-    q_offset: int | None = None,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: ArrayLike | None = None,
-    cu_seqlens_q: ArrayLike | None = None,
-    cu_seqlens_k: ArrayLike | None = None,
-    key_mask: ArrayLike | None = None,
-    block_mask: BlockPattern | None = None,
-) -> Array:
-    """The dense boolean mask that the options of `attention_kl` stand for, to broadcast to (B, H, M, N).
+class Mask(NamedTuple):
+    """What hides keys, by the options of `attention_kl`."""
+
+    causal: bool = False
+    q_offset: int | None = None
+    window: tuple[int | None, int | None] | None = None
+    key_lengths: ArrayLike | None = None
+    cu_seqlens_q: ArrayLike | None = None
+    cu_seqlens_k: ArrayLike | None = None
+    key_mask: ArrayLike | None = None
+    block_mask: BlockPattern | None = None
+
+
+def visible(shape: tuple[int, ...], mask: Mask) -> Array:
+    """The dense boolean mask that the options of `attention_kl` stand for, to broadcast to `shape`, (B, H, M, N).
 
     It says anew what the parts of masks say for tiles, so that each can be held against the other. M and N of packed
     sequences count all of them.
     """
 
+    M, N = shape[2:]
+
     def band(m: int, n: int) -> Array:
-        distance = np.arange(n) - np.arange(m)[:, None] - (n - m if q_offset is None else q_offset)
-        left, right = window or (None, None)
+        distance = np.arange(n) - np.arange(m)[:, None] - (n - m if mask.q_offset is None else mask.q_offset)
+        left, right = mask.window or (None, None)
         seen = np.ones((m, n), np.bool_)
-        if causal:
+        if mask.causal:
             seen &= distance <= 0
         if left is not None and left != -1:
             seen &= distance >= -left
@@ -196,21 +210,22 @@ def visible(
             seen &= distance <= right
         return seen
 
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+    if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
         seen = np.zeros((M, N), np.bool_)
-        for (q0, q1), (k0, k1) in zip(*(pairwise(np.asarray(x).tolist()) for x in (cu_seqlens_q, cu_seqlens_k))):
+        bounds = (np.asarray(x).tolist() for x in (mask.cu_seqlens_q, mask.cu_seqlens_k))
+        for (q0, q1), (k0, k1) in zip(*map(pairwise, bounds)):
             seen[q0:q1, k0:k1] = band(q1 - q0, k1 - k0)
     else:
         seen = band(M, N)
     seen = seen[None, None]
-    if key_lengths is not None:
-        seen = seen & (np.arange(N) < np.asarray(key_lengths)[:, None, None, None])
-    if key_mask is not None:
-        seen = seen & np.atleast_2d(np.asarray(key_mask))[:, None, None, :]
-    if block_mask is not None:
-        blocks = block_mask.dense()
-        rows = np.repeat(blocks, block_mask.query_block, axis=1)[:, :M]
-        seen = seen & np.repeat(rows, block_mask.key_block, axis=2)[:, :, :N]
+    if mask.key_lengths is not None:
+        seen = seen & (np.arange(N) < np.asarray(mask.key_lengths)[:, None, None, None])
+    if mask.key_mask is not None:
+        seen = seen & np.atleast_2d(np.asarray(mask.key_mask))[:, None, None, :]
+    if mask.block_mask is not None:
+        blocks = mask.block_mask.dense()
+        rows = np.repeat(blocks, mask.block_mask.query_block, axis=1)[:, :M]
+        seen = seen & np.repeat(rows, mask.block_mask.key_block, axis=2)[:, :, :N]
     return seen
 
 
@@ -322,7 +337,7 @@ class _Call:
         )
         self._meanings = SCORES[score].sides
         shape = (*self.row_shape, self._shapes[1][2])
-        self.visible = np.broadcast_to(visible(*shape, **mask), shape)
+        self.visible = np.broadcast_to(visible(shape, Mask(**mask)), shape)
 
     def _canonical(self, x: Array, trailing: int) -> Array:
         lead = x.ndim - trailing
