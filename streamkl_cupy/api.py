@@ -22,6 +22,7 @@ from .problem import STUDENT, Device, Problem, Wrt
 from .results import A, KLEntropy, KLForward, KLForwardMass, KLForwardRows, KLGradients, rows_of
 from .rules import reductions
 from .rules.divergences import DIVERGENCES
+from .rules.scores import SCORES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -61,6 +62,12 @@ _TEXT = {
         student_k: Student keys, (B, H_k, N, D_s); H_k may differ from the teacher's.""",
     "OPTIONS": """teacher_scale: Factor on the teacher's q.k products; any finite number. Default 1 / sqrt(D_t).
         student_scale: The same for the student. Default 1 / sqrt(D_s).
+        teacher_score: What the logits of the teacher are, by name, of the products q.k:
+            <SCORES>.
+        student_score: The same for the student.
+        teacher_softcap: Keep logits softly within it: softcap * tanh(logit / softcap), a positive number. Default: no
+            cap. Not beside "log_dot".
+        student_softcap: The same for the student.
         causal: Row i sees keys j <= i + (N - M), so that the last row sees every key.
         q_offset: With causal or window, replaces N - M: row i sees keys j <= i + q_offset. For chunks of the queries.
         window: (left, right): row i sees keys i + (N - M) - left <= j <= i + (N - M) + right; -1 or None is no limit on
@@ -99,6 +106,10 @@ _TEXT = {
     "ENTROPY": """return_entropy: Also return the teacher's entropy of each row, -sum_j P_j log P_j in nats, of the same
             pass and as a constant; 0 where the row sees no key.""",
     "DIVERGENCES": ";\n            ".join(f'"{name}" is {entry.formula}' for name, entry in DIVERGENCES.items()),
+    "SCORES": ";\n            ".join(
+        f'"{name}" is {entry.formula}' + (", of a scale of 1 by default" if entry.positive else "")
+        for name, entry in SCORES.items()
+    ),
     "NEEDS_VALUE": ",\n            ".join(
         f'gradients of "{name}" to the {" and the ".join(entry.needs_value)}'
         for name, entry in DIVERGENCES.items()
@@ -415,6 +426,10 @@ def attention_kl(
     *,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
+    teacher_score: str = "dot",
+    student_score: str = "dot",
+    teacher_softcap: float | None = None,
+    student_softcap: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
@@ -552,6 +567,10 @@ def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     *,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
+    teacher_score: str = "dot",
+    student_score: str = "dot",
+    teacher_softcap: float | None = None,
+    student_softcap: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
@@ -621,6 +640,10 @@ def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @publi
     wrt: Wrt = STUDENT,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
+    teacher_score: str = "dot",
+    student_score: str = "dot",
+    teacher_softcap: float | None = None,
+    student_softcap: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
@@ -714,6 +737,10 @@ def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see 
     *,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
+    teacher_score: str = "dot",
+    student_score: str = "dot",
+    teacher_softcap: float | None = None,
+    student_softcap: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
@@ -771,6 +798,10 @@ def plan(  # type: ignore[empty-body]  # as are all: see @public
     *,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
+    teacher_score: str = "dot",
+    student_score: str = "dot",
+    teacher_softcap: float | None = None,
+    student_softcap: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
@@ -826,6 +857,10 @@ def warmup(
     *,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
+    teacher_score: str = "dot",
+    student_score: str = "dot",
+    teacher_softcap: float | None = None,
+    student_softcap: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,

@@ -24,12 +24,11 @@ from .kernels.tensor_maps import encode
 from .planning import Plan, Step, make_plan
 from .problem import Operand, Problem, canonical_strides
 from .rules.masks import parts_of
+from .rules.scores import score_of
 
 if TYPE_CHECKING:
     from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved
     from .kernels.tile_lists import Lists
-
-LOG2E = 1.4426950408889634
 
 # What a backward reads of each row, as the arguments have it.
 _saved_rows = attrgetter(*("kl" if name == "value" else name for name in SAVED_ROWS))
@@ -402,11 +401,11 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "splits": schedule.splits,
         "sequences": problem.sequences,
         "mask": _mask_words(problem, lists)[0],
-        "teacher_scale": problem.teacher.scale * LOG2E,
-        "student_scale": problem.student.scale * LOG2E,
         "out_scale": Work(problem, task).side.scale,
         "partial_slots": schedule.partial_slots,
     }
+    for name, side in (("teacher", problem.teacher), ("student", problem.student)):
+        numbers |= {f"{name}_numbers.{x}": value for x, value in score_of(side).numbers(side.scale).items()}
     strides: dict[str, tuple[int, ...]] = {name: problem.operand(name).strides for name in problem.operation.names}
     strides |= dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, "entropy"), problem.row_strides())
     if task.side:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 
 from .arguments import FAR, a_kind_of, choice, flag, integer
+from .problem import Side
 from .rules.divergences import DIVERGENCES
 from .rules.masks import ARRAYS
+from .rules.scores import SCORES
 
 Layout = Literal["bhnd", "bnhd"]
 Precision = Literal["highest", "high"]
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
         teacher_scale: float | None
         student_scale: float | None
+        teacher_score: str
+        student_score: str
+        teacher_softcap: float | None
+        student_softcap: float | None
         causal: bool
         q_offset: int | None
         window: tuple[int | None, int | None] | None
@@ -68,29 +74,46 @@ class Row(NamedTuple):
 
 
 def _scale(name: str, value: Any) -> float:
+    number = _number(
+        name,
+        value,
+        "Factors that differ between heads or rows belong into the queries: multiply these by them",
+        "scales are constants; pass float({name}), and scale the queries themselves to learn it",
+    )
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number} is not finite; allowed is every finite number, 0 and negative included")
+    return number
+
+
+def _softcap(name: str, value: Any) -> float:
+    number = _number(
+        name,
+        value,
+        "Heads with caps of their own are calls of their own",
+        "caps are constants; pass float({name})",
+    )
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name}={number}; allowed are positive finite numbers, and None for no cap")
+    return number
+
+
+def _number(name: str, value: Any, several: str, learned: str) -> float:
+    """One that is known now; what to do about several of them, and about one that is differentiated by."""
     if type(value) is not float:
         if isinstance(value, (str, bytes)):
             raise TypeError(
                 f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes: float({name})"
             )
         if isinstance(value, (bool, np.bool_, list, tuple)) or getattr(value, "shape", ()) != ():
-            raise TypeError(
-                f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes. Factors that differ "
-                f"between heads or rows belong into the queries: multiply these by them"
-            )
+            raise TypeError(f"{name} is {a_kind_of(value)}; allowed are a number, and an array without axes. {several}")
         if getattr(value, "requires_grad", False):
-            raise TypeError(
-                f"{name} requires a gradient, but scales are constants; pass float({name}), and scale the queries "
-                f"themselves to learn it"
-            )
+            raise TypeError(f"{name} requires a gradient, but {learned.format(name=name)}")
         try:
             value = float(value)
         except OverflowError as cause:
             raise ValueError(f"{name} is beyond what a float can hold; allowed is every finite number") from cause
         except Exception as cause:
             raise TypeError(f"{name} is {a_kind_of(value)}; allowed are a number known now (not traced)") from cause
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value} is not finite; allowed is every finite number, 0 and negative included")
     return float(value)
 
 
@@ -131,6 +154,10 @@ class Options(NamedTuple):
 
     teacher_scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
     student_scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
+    teacher_score: Annotated[str, Row(lambda name, value: choice(name, value, SCORES), "str")] = Side.score
+    student_score: Annotated[str, Row(lambda name, value: choice(name, value, SCORES), "str")] = Side.score
+    teacher_softcap: Annotated[float | None, Row(_softcap, "float?", symbol=True)] = None
+    student_softcap: Annotated[float | None, Row(_softcap, "float?", symbol=True)] = None
     causal: Annotated[bool, Row(flag, "bool")] = False
     q_offset: Annotated[int | None, Row(integer, "SymInt?")] = None
     window: Annotated[tuple[int, int] | None, Row(_window, "SymInt[]?")] = None

@@ -18,8 +18,8 @@ from .kernels import KERNELS, combine, key_bits
 from .kernels.base import Kernel, KernelPlan, TileRow, Work, shared
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
-from .problem import Problem, counted
-from .rules.scores import SCORES
+from .problem import Problem, Side, counted
+from .rules.scores import score_of
 
 MAX_ROWS = 2**30
 
@@ -162,10 +162,11 @@ class Plan:
             f"attention KL on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}"
             + (f", {counted(p.sequences, 'sequence')}" if p.sequences else "")
             + (f", {p.divergence}" if p.divergence != Problem.divergence else "")
-            + (", entropy" if p.entropy else "")
-            + (f", score {p.score}" if p.score != Problem.score else ""),
+            + (", entropy" if p.entropy else ""),
             *(
                 f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
+                + (f", score {side.score}" if side.score != Side.score else "")
+                + (f", softcap {side.softcap:g}" if side.softcap is not None else "")
                 for name, side in (("teacher", p.teacher), ("student", p.student))
             ),
             f"  workspace {self.workspace_bytes} B",
@@ -212,13 +213,14 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
 
 def no_gradients(problem: Problem, name: str) -> str:
     """What gradients of a side are built for, where those of this one are not; empty where they are."""
-    side, meaning = getattr(problem, name), getattr(SCORES[problem.score], name)
+    side: Side = getattr(problem, name)
+    slope = score_of(side).largest_slope
     if side.dim > (most := problem.operation.max_gradient_dim):
         return f"built for head dims up to {most} on CUDA, but the {name}'s is {side.dim}"
-    if side.dtype == "float16" and meaning.largest_slope > 1:
+    if side.dtype == "float16" and slope > 1:
         return (
             f"built in float16 on CUDA for scores with slopes of at most 1, which keep them in its range, but those of "
-            f"{problem.score!r} reach {meaning.largest_slope:g}; bfloat16 and float32 have the range"
+            f"{side.score!r} reach {slope:g}; bfloat16 and float32 have the range"
         )
     return ""
 
@@ -243,15 +245,19 @@ def _shared(plan: Plan, problem: Problem, facts: DeviceFacts) -> Plan:
 
 
 def _without_numbers(problem: Problem) -> Problem:
-    """The problem with its scales and the integers of its mask left open: what changes from step to step in a loop over
-    chunks or temperatures, and decides no more than over how many blocks the keys go."""
+    """The problem with its scales, its caps and the integers of its mask left open: what changes from step to step in a
+    loop over chunks or temperatures, and decides no more than over how many blocks the keys go."""
     mask = problem.mask
     return replace(
         problem,
-        teacher=replace(problem.teacher, scale=0.0),
-        student=replace(problem.student, scale=0.0),
+        teacher=_without_factors(problem.teacher),
+        student=_without_factors(problem.student),
         mask=replace(mask, params=tuple((name, 0) for name, _ in mask.params)),
     )
+
+
+def _without_factors(side: Side) -> Side:
+    return replace(side, scale=0.0, softcap=None if side.softcap is None else 1.0)
 
 
 @lru_cache(maxsize=1024)

@@ -49,11 +49,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Side:
-    """One distribution: queries, keys and the factor on their product."""
+    """One distribution: queries, keys, the factor on their product and what becomes of that."""
 
     q: Operand
     k: Operand
     scale: float
+    score: str = "dot"
+    """What dot products mean, by its name in the registry."""
+    softcap: float | None = None
+    """Within what logits are softly kept; None: within nothing."""
 
     @property
     def dim(self) -> int:
@@ -121,8 +125,6 @@ class Problem:
     count all of them."""
     divergence: str = "kl"
     """By its name in the registry."""
-    score: str = "dot"
-    """The same of what dot products mean."""
     entropy: bool = False
     """Whether the teacher's entropy is a result of the forward."""
     op: str = ATTENTION_KL.name

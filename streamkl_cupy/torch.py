@@ -162,6 +162,10 @@ def attention_kl(
     *,
     teacher_scale: float | None = None,
     student_scale: float | None = None,
+    teacher_score: str = "dot",
+    student_score: str = "dot",
+    teacher_softcap: float | None = None,
+    student_softcap: float | None = None,
     causal: bool = False,
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
@@ -234,7 +238,7 @@ def _traced() -> bool:
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _in_graph(*args: Any) -> tuple[Tensor, ...]:
     """The operator, with floats that are symbols as a tensor: an operator's float is a constant of the program, and a
-    scale that changes from step to step would mean another program for each step.
+    scale or a cap that changes from step to step would mean another program for each step.
 
     One function of the graph, because the tracer of Python code does not tell a symbol from a number.
     """
@@ -245,12 +249,12 @@ def _in_graph(*args: Any) -> tuple[Tensor, ...]:
             "block_mask under torch.export.export(strict=True), which makes of the pattern a constant that holds no "
             "numbers; pass strict=False"
         )
-    scales = (options.teacher_scale, options.student_scale)
-    if any(isinstance(scale, torch.SymFloat) for scale in scales):
+    numbers = [getattr(options, name) for name in _SYMBOLS]
+    if any(isinstance(x, torch.SymFloat) for x in numbers):
         one = torch.ones((), dtype=torch.float64)
-        packed = torch.stack([one * (1.0 if scale is None else scale) for scale in scales])
-        scales = (None if scales[0] is None else 1.0, None if scales[1] is None else 1.0)
-    options = _with_scales(options, scales)
+        packed = torch.stack([one * (1.0 if x is None else x) for x in numbers])
+        numbers = [None if x is None else 1.0 for x in numbers]
+    options = _with_numbers(options, numbers)
     if getattr(forward_ad, "_current_level", -1) >= 0:  # programs are compiled anew for each level
         raise NotImplementedError(_NO_FORWARD_MODE)
     arrays = (*call.operands, *call.masks)
@@ -311,7 +315,9 @@ _legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda
 # front of these the backward operator takes what is saved, and which gradients are wanted.
 _MASKS = len(_NAMES)
 _OPTIONS = _MASKS + len(MASK_ARRAYS)
-_SCALES = _OPTIONS + len(TABLE)
+_NUMBERS = _OPTIONS + len(TABLE)
+# Options that a tracer may hold as symbols.
+_SYMBOLS = tuple(name for name, row in TABLE.items() if row.symbol)
 _SAVED = len((*Saved._fields, "wanted"))
 _ROWS = len(RowStats._fields)
 _SCHEMA = ", ".join(
@@ -319,7 +325,7 @@ _SCHEMA = ", ".join(
         *(f"Tensor {name}" for name in _NAMES),
         *(f"Tensor? {name}" for name in MASK_ARRAYS),
         *(f"{row.schema} {name}" for name, row in TABLE.items()),
-        "Tensor? scales=None",
+        "Tensor? numbers=None",
     )
 )
 _SAVED_SCHEMA = "Tensor grad, Tensor teacher_lse, Tensor student_lse, Tensor? kl, Tensor? moments, bool[] wanted"
@@ -328,25 +334,25 @@ _SAVED_SCHEMA = "Tensor grad, Tensor teacher_lse, Tensor student_lse, Tensor? kl
 def _call(args: tuple[Any, ...]) -> Call:
     """The arguments of the forward operator by name. A schema knows lists for tuples, and no patterns: options have
     these until they are `_unpacked`."""
-    return Call(ATTENTION_KL, args[:_MASKS], Options._make(args[_OPTIONS:_SCALES]), args[_MASKS:_OPTIONS])
+    return Call(ATTENTION_KL, args[:_MASKS], Options._make(args[_OPTIONS:_NUMBERS]), args[_MASKS:_OPTIONS])
 
 
-def _scales(args: tuple[Any, ...]) -> Any:
-    """Both scales again, where a tracer holds one as a symbol: (2,) float64 on the CPU, which count for a side that has
-    a scale at all."""
-    return args[_SCALES] if len(args) > _SCALES else None
+def _numbers(args: tuple[Any, ...]) -> Any:
+    """The options of `_SYMBOLS` again, where a tracer holds one as a symbol: float64 on the CPU, which count for those
+    that there are."""
+    return args[_NUMBERS] if len(args) > _NUMBERS else None
 
 
 def _flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments that end in options and scales, as an operator takes them."""
-    *arrays, options, scales = args
+    """Arguments that end in options and numbers, as an operator takes them."""
+    *arrays, options, numbers = args
     flat = (*arrays, *_with_key(options))
-    return flat if scales is None else (*flat, scales)  # an argument that is left out costs nothing
+    return flat if numbers is None else (*flat, numbers)  # an argument that is left out costs nothing
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Keep what the backward of a forward reads: the arrays, the saved rows, the options."""
-    *arrays, options, scales = inputs
+    *arrays, options, numbers = inputs
     kl, teacher_lse, student_lse, _, moments = _there(options, output)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -355,7 +361,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     # Tensors among the options are kept as such.
     key = options.block_mask if isinstance(options.block_mask, Tensor) else None
     ctx.options = options if key is None else options._replace(block_mask=None)
-    ctx.save_for_backward(teacher_lse, student_lse, saved_kl, moments, *arrays, key, scales)
+    ctx.save_for_backward(teacher_lse, student_lse, saved_kl, moments, *arrays, key, numbers)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, backward: Any) -> tuple[Tensor | None, ...]:
@@ -364,10 +370,10 @@ def _differentiate(ctx: Any, grad: Tensor | None, backward: Any) -> tuple[Tensor
     nothing = (None,) * len(ctx.needs_input_grad)
     if grad is None or not any(wanted):
         return nothing
-    *saved, key, scales = ctx.saved_tensors
+    *saved, key, numbers = ctx.saved_tensors
     options = ctx.options if key is None else ctx.options._replace(block_mask=key)
     rows, arrays = saved[:4], saved[4:]
-    grads = backward(grad, *rows, wanted, *arrays, options, scales)
+    grads = backward(grad, *rows, wanted, *arrays, options, numbers)
     return (*(g if w else None for g, w in zip(grads, wanted)), *nothing[_MASKS:])
 
 
@@ -515,14 +521,14 @@ def _launch_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _unpacked(args: tuple[Any, ...]) -> Call:
     """The call that the forward operator is asked for, with options as all others have them."""
-    call, scales = _call(args), _scales(args)
+    call, numbers = _call(args), _numbers(args)
     options: Any = call.options
     window, key = options.window, options.block_mask
-    if scales is None and window is None and key is None:
+    if numbers is None and window is None and key is None:
         return call
-    if scales is not None:  # numbers that nobody has looked at yet
-        given = (options.teacher_scale, options.student_scale)
-        options = _with_scales(options, [None if scale is None else x for scale, x in zip(given, scales.tolist())])
+    if numbers is not None:  # that nobody has looked at yet
+        given = [getattr(options, name) for name in _SYMBOLS]
+        options = _with_numbers(options, [None if x is None else y for x, y in zip(given, numbers.tolist())])
     pattern = None
     if key is not None:
         # Imported here, because most programs have none.
@@ -533,11 +539,10 @@ def _unpacked(args: tuple[Any, ...]) -> Call:
     return call._replace(options=options)
 
 
-def _with_scales(options: Options, scales: Sequence[Any]) -> Options:
-    """The options with scales that are checked now."""
-    names = ("teacher_scale", "student_scale")
-    teacher, student = (None if x is None else TABLE[name].check(name, x) for name, x in zip(names, scales))
-    return options._replace(teacher_scale=teacher, student_scale=student)
+def _with_numbers(options: Options, numbers: Sequence[Any]) -> Options:
+    """The options with those of `_SYMBOLS` that are checked now."""
+    checked: dict[str, Any] = {n: None if x is None else TABLE[n].check(n, x) for n, x in zip(_SYMBOLS, numbers)}
+    return options._replace(**checked)
 
 
 def _fake_forward(*args: Any) -> Any:
@@ -561,7 +566,7 @@ def _forward_of_batches(op: Any, info: Any, in_dims: tuple[Any, ...], *args: Any
     if _packed(call):
         return _looped(op, info.batch_size, in_dims, args)
     folded = _Fold(info.batch_size, call, dims)
-    rows = op(*folded.arguments(call, dims), _scales(args))
+    rows = op(*folded.arguments(call, dims), _numbers(args))
     there = [x is not None for x in _there(call.options, rows)]
     return (
         tuple(folded.unfold(x) if has else x for x, has in zip(rows, there)),
@@ -576,7 +581,7 @@ def _backward_of_batches(op: Any, info: Any, in_dims: tuple[Any, ...], *args: An
         return _looped(op, info.batch_size, in_dims, args)
     folded = _Fold(info.batch_size, call, dims)
     saved = [None if x is None else folded.fold(x, d) for x, d in zip(rows, in_dims)]
-    grads = op(*saved, wanted, *folded.arguments(call, dims), _scales(args[_SAVED:]))
+    grads = op(*saved, wanted, *folded.arguments(call, dims), _numbers(args[_SAVED:]))
     out_dims = tuple(0 if w else None for w in wanted)
     return tuple(folded.unfold(g) if w else g for g, w in zip(grads, wanted)), out_dims
 
@@ -609,7 +614,7 @@ def _operators(suffix: str = "", tags: Sequence[Any] = ()) -> tuple[Any, Any]:
     forward.register_autograd(
         lambda ctx, grad, *_lse_grads: _differentiate(ctx, grad, lambda *args: backward(*_flat(args))),
         setup_context=lambda ctx, inputs, output: _keep(
-            ctx, (*inputs[:_OPTIONS], _call(inputs).options, _scales(inputs)), output
+            ctx, (*inputs[:_OPTIONS], _call(inputs).options, _numbers(inputs)), output
         ),
     )
     backward.register_autograd(_refuse_second_order, setup_context=_saves_nothing)
@@ -654,7 +659,7 @@ class _Fold:
         self.batch = shape[0] if self.rank == 4 else 1
 
     def arguments(self, call: Call, dims: Call) -> tuple[Any, ...]:
-        """Those of the forward operator, but for the scales."""
+        """Those of the forward operator, but for the numbers."""
         inputs = [self.fold(x, d) for x, d in zip(call.operands, dims.operands)]
         masks = [self.fold_mask(*x) for x in zip(MASK_ARRAYS, call.masks, dims.masks)]
         return (*inputs, *masks, *call.options)

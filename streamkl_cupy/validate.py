@@ -23,6 +23,7 @@ from .planning import no_gradients
 from .problem import Operand, Problem, Side, canonical_strides, compact_strides
 from .rules import masks as rules
 from .rules.divergences import DIVERGENCES
+from .rules.scores import SCORES
 
 MAX_SCALE = 2e38  # times log2(e) it must still be a float32
 
@@ -181,20 +182,18 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
     _check_mask_arrays(masks, sizes)
     asked = rules.Asked(chosen, given, sizes, packing.sequences(given) if packing is not None else 0)
     rules.check(asked)
+    teacher = _side("teacher", tq, tk, extents, chosen)
+    student = _side("student", sq, sk, extents, chosen)
     if "float64" not in (tq.dtype, sq.dtype):
-        for side, scale in (("teacher", chosen.teacher_scale), ("student", chosen.student_scale)):
-            if scale is not None and abs(scale) > MAX_SCALE:
-                raise ValueError(
-                    f"{side}_scale={scale} is beyond what float32 arithmetic can hold; allowed are magnitudes up to "
-                    f"{MAX_SCALE:g}"
-                )
+        _check_float32("teacher", teacher)
+        _check_float32("student", student)
     return Problem(
         batch=batch,
         heads=heads,
         queries=queries,
         keys=keys,
-        teacher=_side(tq, tk, extents, chosen.teacher_scale, chosen.layout),
-        student=_side(sq, sk, extents, chosen.student_scale, chosen.layout),
+        teacher=teacher,
+        student=student,
         mask=rules.spec_of(asked),
         device=tq.device,
         layout=chosen.layout,
@@ -351,11 +350,40 @@ def _extents(view: ArrayView, layout: str) -> tuple[int, int, int, int]:
 
 
 def _side(
-    q: ArrayView, k: ArrayView, extents: dict[str, tuple[int, int, int, int]], scale: float | None, layout: str
+    side: str, q: ArrayView, k: ArrayView, extents: dict[str, tuple[int, int, int, int]], chosen: Options
 ) -> Side:
+    scale, name, softcap = (getattr(chosen, f"{side}_{what}") for what in ("scale", "score", "softcap"))
+    score = SCORES[name]
     if scale is None:
-        scale = 1.0 / math.sqrt(extents[q.name][3])
-    return Side(_operand(q, extents[q.name], layout), _operand(k, extents[k.name], layout), scale)
+        scale = 1.0 if score.positive else 1.0 / math.sqrt(extents[q.name][3])
+    if score.positive and scale <= 0:
+        raise ValueError(
+            f"{side}_scale={scale} beside {side}_score={name!r}, whose logits are {score.formula}; allowed are "
+            f"positive numbers, and 1 is the default"
+        )
+    if softcap is not None and not score.proportional:
+        capped = listed([repr(other) for other, x in SCORES.items() if x.proportional])
+        raise ValueError(
+            f"{side}_softcap={softcap} beside {side}_score={name!r}; built are caps of {capped}, whose logits are "
+            f"proportional to the scale. Leave one of the two out"
+        )
+    layout = chosen.layout
+    return Side(_operand(q, extents[q.name], layout), _operand(k, extents[k.name], layout), float(scale), name, softcap)
+
+
+def _check_float32(name: str, side: Side) -> None:
+    """Check that float32 can hold the factors of a side."""
+    if abs(side.scale) > MAX_SCALE:
+        raise ValueError(
+            f"{name}_scale={side.scale} is beyond what float32 arithmetic can hold; allowed are magnitudes up to "
+            f"{MAX_SCALE:g}"
+        )
+    cap = side.softcap
+    if cap is not None and not (cap <= MAX_SCALE and abs(side.scale) <= cap * MAX_SCALE):
+        raise ValueError(
+            f"{name}_softcap={cap} is beyond what float32 arithmetic can hold beside a scale of {side.scale:g}; "
+            f"allowed are {abs(side.scale) / MAX_SCALE:g} to {MAX_SCALE:g}"
+        )
 
 
 def _operand(view: ArrayView, extents: tuple[int, int, int, int], layout: str) -> Operand:

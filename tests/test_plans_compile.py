@@ -13,21 +13,21 @@ import pytest
 
 from streamkl_cupy.cli import catalogue
 from streamkl_cupy.kernels.gpus import facts_for_arch
-from streamkl_cupy.problem import Problem
+from streamkl_cupy.problem import Problem, Side
 from streamkl_cupy.rules.divergences import DIVERGENCES
-from streamkl_cupy.rules.scores import SCORES
 
 pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
 
 # Each rule with the usual ones beside it.
-USUAL = (Problem.divergence, Problem.score)
+USUAL = (Problem.divergence, catalogue.USUAL_SCORES)
 RULES = [
     USUAL,
-    *((name, Problem.score) for name in DIVERGENCES if name != Problem.divergence),
-    *((Problem.divergence, name) for name in SCORES if name != Problem.score),
+    *((name, catalogue.USUAL_SCORES) for name in DIVERGENCES if name != Problem.divergence),
+    (Problem.divergence, ("dot+softcap", "log_dot")),
 ]
 FEW_DIMS = [(128, 128), (256, 256), (576, 128)]
-of_all_rules = pytest.mark.parametrize("divergence, score", RULES)
+of_all_rules = pytest.mark.parametrize("divergence, scores", RULES)
+of_divergences = pytest.mark.parametrize("divergence", DIVERGENCES)
 
 
 def check(listed: list[catalogue.Entry]) -> None:
@@ -43,35 +43,48 @@ def check(listed: list[catalogue.Entry]) -> None:
     assert not wrong, f"{len(wrong)} of {len(listed)}:\n" + "\n".join(sorted(wrong))
 
 
-@of_all_rules
+@of_divergences
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
-def test_the_hardest_of_each_kind(arch: str, divergence: str, score: str, rng: np.random.Generator) -> None:
+def test_the_hardest_of_each_kind(arch: str, divergence: str, rng: np.random.Generator) -> None:
     """What masks, element types and head dims take of registers is seen with the usual rules. Of the others, which are
     many where a compile is most of what a test costs, some: of the type whose exponents ask the rules too, at both ends
     of masks."""
-    if (divergence, score) == USUAL:
+    if divergence == Problem.divergence:
         listed, _ = catalogue.entries(arch, masks=catalogue.MASK_CASES)
         check(catalogue.hardest([listed[i] for i in rng.permutation(len(listed))]))
         return
     narrow = [types for types in catalogue.ELEMENT_TYPES if types[:2] == ("float16", "float16")]
-    listed, _ = catalogue.entries(
-        arch, FEW_DIMS, narrow, masks=("none", "everything"), divergences=(divergence,), scores=(score,)
-    )
+    listed, _ = catalogue.entries(arch, FEW_DIMS, narrow, masks=("none", "everything"), divergences=(divergence,))
     hard = catalogue.hardest(listed)
     check([hard[i] for i in rng.choice(len(hard), 6, replace=False)])
+
+
+@pytest.mark.parametrize("score", sorted({*catalogue.SCORE_CASES} - {Side.score}))
+def test_some_of_the_hardest_of_each_score(score: str, rng: np.random.Generator) -> None:
+    arch, mask = rng.choice(catalogue.ARCHS), rng.choice([*catalogue.MASK_CASES])
+    listed, _ = catalogue.entries(arch, masks=(mask,), scores=((score, rng.choice([*catalogue.SCORE_CASES])),))
+    hard = catalogue.hardest(listed)
+    check([hard[i] for i in rng.choice(len(hard), 2, replace=False)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scores", [(name, name) for name in catalogue.SCORE_CASES if name != Side.score])
+@pytest.mark.parametrize("arch", catalogue.ARCHS)
+def test_the_hardest_of_each_score(arch: str, scores: tuple[str, str]) -> None:
+    check(catalogue.hardest(catalogue.entries(arch, masks=catalogue.MASK_CASES, scores=(scores,))[0]))
 
 
 @pytest.mark.slow
 @of_all_rules
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
-def test_every_kernel_of_the_catalogue(arch: str, divergence: str, score: str) -> None:
-    check(catalogue.entries(arch, masks=catalogue.MASK_CASES, divergences=(divergence,), scores=(score,))[0])
+def test_every_kernel_of_the_catalogue(arch: str, divergence: str, scores: tuple[str, str]) -> None:
+    check(catalogue.entries(arch, masks=catalogue.MASK_CASES, divergences=(divergence,), scores=(scores,))[0])
 
 
 @of_all_rules
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
-def test_every_problem_of_the_catalogue_has_a_plan(arch: str, divergence: str, score: str) -> None:
-    listed, refused = catalogue.entries(arch, masks=catalogue.MASK_CASES, divergences=(divergence,), scores=(score,))
+def test_every_problem_of_the_catalogue_has_a_plan(arch: str, divergence: str, scores: tuple[str, str]) -> None:
+    listed, refused = catalogue.entries(arch, masks=catalogue.MASK_CASES, divergences=(divergence,), scores=(scores,))
     assert refused == []
     constants = [dict(e.kernel.constants) for e in listed if e.kernel.tile]
     assert {(c["SKL_T_DIM"], c["SKL_S_DIM"]) for c in constants} == set(catalogue.DIMS)

@@ -237,7 +237,7 @@ def test_torch_operators_take_every_option() -> None:
     for operator, first in (("attention_kl_forward", 0), ("attention_kl_backward", 6)):
         schema = getattr(torch.ops.streamkl, operator).default._schema
         names = [argument.name for argument in schema.arguments][first:]
-        assert names == [*INPUT_NAMES, *options.MASK_ARRAYS, *options.TABLE, "scales"]
+        assert names == [*INPUT_NAMES, *options.MASK_ARRAYS, *options.TABLE, "numbers"]
 
 
 def test_documentation_has_every_option() -> None:

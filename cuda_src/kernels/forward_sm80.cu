@@ -42,10 +42,10 @@ struct Offsets {
     TeacherCommon common_t;
     StudentCommon common_s;
     int row;
-    Scales scales;
+    Numbers numbers;
     __device__ float2 operator()(int below) const {
-        return make_float2(common_t.offset(tq, row + below, scales.teacher),
-                           common_s.offset(sq, row + below, scales.student));
+        return make_float2(common_t.offset(tq, row + below, numbers.teacher),
+                           common_s.offset(sq, row + below, numbers.student));
     }
 };
 
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
     const int row = first_row + warp_row + Accumulators::first_row(lane);
-    const Scales scales{args.teacher_scale, args.student_scale};
+    const Numbers numbers{args.teacher_numbers, args.student_numbers};
     RowState state[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) state[i].start();
@@ -122,13 +122,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         Strip<kTiles> t, s;
         scores<kTiles>(t, tq, warp_row, fetch.teacher(stage));
         scores<kTiles>(s, sq, warp_row, fetch.student(stage));
-        absorb_tile<kTiles>(state, t, s, at.mask, row, at.full(first_row, end_row), key, scales);
+        absorb_tile<kTiles>(state, t, s, at.mask, row, at.full(first_row, end_row), key, numbers);
     }
     if constexpr (kCommon) {
         cp_async_wait<0>();  // a split without tiles has not waited for its queries
         __syncthreads();
         write_rows(args, block, segment, state, row,
-                   Offsets{tq, sq, common_t, common_s, warp_row + Accumulators::first_row(lane), scales});
+                   Offsets{tq, sq, common_t, common_s, warp_row + Accumulators::first_row(lane), numbers});
     } else {
         write_rows(args, block, segment, state, row);
     }

@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         }
         release(previous);
         absorb_tile<kTiles>(state, t, s, walk.mask, row, walk.full(group_row, group_end), key,
-                            {args.teacher_scale, args.student_scale});
+                            {args.teacher_numbers, args.student_numbers});
     }
     if constexpr (kPacked) {
         block.head += packed_head(64 * group + strip);

@@ -55,9 +55,9 @@ __device__ inline bool counts(u32 vectors, int j) {
 // that are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside
 // one would be turned into selections that every tile pays for.
 template <bool MASKED>
-__device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s,
+__device__ inline void logit_gradients(Strip<kTiles>& t, Strip<kTiles>& s,
                                        const RowStats (&stats)[kWarpTiles][Accumulators::kRows], u32 vectors,
-                                       float scale, const Cursor<Mask>& at, int row, Scales scales) {
+                                       float scale, const Cursor<Mask>& at, int row, Numbers numbers) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
         const int column = 8 * c + Accumulators::first_column(lane_id());
@@ -72,12 +72,14 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s,
             streamed[1] = {kLog2e * lse_t.y, kLog2e * lse_s.y, scale * g.y, kLog2e * value.y};
         }
 #pragma unroll
-        for (int m = 0; m < kWarpTiles; ++m)
+        for (int m = 0; m < kWarpTiles; ++m) {
+            turn_to_logits<Score<kTeacher>>(t[m][c], numbers.teacher);
+            turn_to_logits<Score<kStudent>>(s[m][c], numbers.student);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const RowStats& x =
                     kRowsAreQueries ? stats[m][Accumulators::row(e)] : streamed[Accumulators::column(e)];
-                float dx = dot_gradient<kSide>(t[m][c][e], s[m][c][e], x, scales);
+                float dx = dot_gradient<kSide>(t[m][c][e], s[m][c][e], x, numbers);
                 if constexpr (!kRowsAreQueries)
                     dx *= x.weight;
                 else if constexpr (OutElement::kNarrowExponent)
@@ -89,6 +91,7 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, const Strip<kTiles>& s,
                 }
                 t[m][c][e] = dx;
             }
+        }
     }
 }
 
@@ -250,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
 
     const int lane = lane_id(), warp_row = (threadIdx.x / 32) * (16 * kWarpTiles);
     const int row = first_row + warp_row + Accumulators::first_row(lane);
-    const Scales scales{args.teacher_scale, args.student_scale};
+    const Numbers numbers{args.teacher_numbers, args.student_numbers};
 
     // Asked for wherever a tile is used: registers that keep what is cheap to compute are missing elsewhere, and kernels
     // with none to spare spill.
@@ -321,8 +324,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                     const int r = warp_row + Accumulators::first_row(lane) + 16 * m + Accumulators::below(half);
                     float& lse = kSide == kTeacher ? stats[m][half].lse_t : stats[m][half].lse_s;
                     if constexpr (Score<kSide>::kLinear)
-                        lse = -Score<kSide>::logit(common.times(grad_rows, r),
-                                                   kSide == kTeacher ? scales.teacher : scales.student, lse);
+                        lse = -Turned<kSide>::logit(common.times(grad_rows, r), numbers.of<kSide>(), lse);
                 }
         }
         const auto leave_common = [&common, &stage](int i) { common.template leave<kColumns>(stage(i).grad()); };
@@ -340,9 +342,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
             scores<kTiles>(s, rows_s, warp_row, stage(i).student());
 
             if (full)
-                logit_gradients<false>(t, s, stats, vectors, scale, at, row, scales);
+                logit_gradients<false>(t, s, stats, vectors, scale, at, row, numbers);
             else
-                logit_gradients<true>(t, s, stats, vectors, scale, at, row, scales);
+                logit_gradients<true>(t, s, stats, vectors, scale, at, row, numbers);
 
             OutFragments a;
 #pragma unroll

@@ -267,16 +267,18 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
 }
 
 // t becomes the gradient of the logits.
-__device__ inline void logit_gradients(float (&t)[kTiles][4], const float (&s)[kTiles][4],
-                                       const RowStats (&rows)[Accumulators::kRows], u32 stats, Scales scales) {
+__device__ inline void logit_gradients(float (&t)[kTiles][4], float (&s)[kTiles][4],
+                                       const RowStats (&rows)[Accumulators::kRows], u32 stats, Numbers numbers) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
+        turn_to_logits<Score<kTeacher>>(t[c], numbers.teacher);
+        turn_to_logits<Score<kStudent>>(s[c], numbers.student);
         RowStats streamed[2];
         if constexpr (!kRowsAreQueries) Stats::read(streamed, stats, 4 * c + Accumulators::pair(lane_id()));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const RowStats& x = kRowsAreQueries ? rows[Accumulators::row(e)] : streamed[Accumulators::column(e)];
-            t[c][e] = dot_gradient<kSide>(t[c][e], s[c][e], x, scales);
+            t[c][e] = dot_gradient<kSide>(t[c][e], s[c][e], x, numbers);
             if constexpr (!kRowsAreQueries || kNarrow) t[c][e] *= x.weight;
         }
     }
@@ -325,7 +327,7 @@ struct Consumer {
     const Task& task;
     const Layout& shared;
     const int group, lane;
-    const Scales scales;
+    const Numbers numbers;
     const Range rows;  // its own
     const Range mine;  // tiles that these may see
     const int first_row;
@@ -345,7 +347,7 @@ struct Consumer {
           shared(shared),
           group(group),
           lane(lane_id()),
-          scales{args.teacher_scale, args.student_scale},
+          numbers{args.teacher_numbers, args.student_numbers},
           rows(rows_of(task, group)),
           mine(rows.empty() ? Range{0, 0} : covering(Task::streamed_of(first_mask(), rows), kColumns)),
           first_row(first_row_of(task, lane)),
@@ -489,8 +491,8 @@ private:
             add<kTiles>(t, rest);
         }
     }
-    __device__ void gradients_of(Scores& t, const Scores& s, int slot) const {
-        logit_gradients(t, s, stats, shared.stats(slot), scales);
+    __device__ void gradients_of(Scores& t, Scores& s, int slot) const {
+        logit_gradients(t, s, stats, shared.stats(slot), numbers);
     }
     __device__ void hide_unseen(Scores& dx, const Cursor<Mask>& walk, int slot) const {
         hide(dx, walk.mask, row(), walk.row());

@@ -2,11 +2,15 @@
 #pragma once
 #include "scores/interface.cuh"
 
-template <int SIDE>
-struct Score {
+struct Dot {
     static constexpr bool kLinear = true;
-    __device__ static float logit(float dot, float scale) { return dot * scale; }
-    __device__ static float logit(float dot, float scale, float reference) { return fmaf(dot, scale, -reference); }
-    __device__ static float slope(float, float) { return 1.f; }
     __device__ static float factor(float scale) { return scale; }
+    template <class N>
+    __device__ static float logit(float dot, const N& n) {
+        return dot * n.scale;
+    }
+    template <class N>
+    __device__ static float logit(float dot, const N& n, float reference) {
+        return fmaf(dot, n.scale, -reference);
+    }
 };

@@ -1,11 +1,19 @@
-// What a score must offer in its own header; a kernel includes exactly one.
+// What a score must offer in its own header, as a struct whose name stands in its entry: what the dot product of a query
+// and a key means. `n` are the numbers that the arguments have of a side: n.scale, and whatever else the entry names.
 //
-//   struct Score<side>              what the dot product of a query and a key means:
-//     logit(dot, scale)             the logit in base 2; `scale` is the side's, times log2(e)
-//     logit(dot, scale, reference)  the same less a reference, rounded once if that can be
-//     slope(logit, scale)           the derivative of a logit by its dot product, up to a factor that all pairs share;
-//                                   at most 1 for element types of narrow exponent
-//     factor(scale)                 that factor; `scale` is the side's plain one
-//     kLinear                       adding one vector to all keys adds the same to all logits of a row
+//   kLinear                   adding one vector to all keys adds the same to all logits of a row
+//   factor(scale)             what the derivatives of all logits by their dot products share; `scale` is the plain one
+//
+// One that is linear:
+//   logit(dot, n)             the logit in base 2
+//   logit(dot, n, reference)  the same less a reference, rounded once
+//
+// Any other says it in steps, which tile/logits.cuh takes for several dots at a time:
+//   prepare(dot, n)           the argument of the function
+//   usual(x)                  whether `finish` knows it
+//   tame(x)                   one that it knows, of an unusual one; NaN for NaN, and for what no input has
+//   finish(x, n)              the logit in base 2
+//   slope(logit, n)           its derivative by the dot product but for the factor; at most 1 for element types of narrow
+//                             exponent
 #pragma once
 #include "common/types.cuh"

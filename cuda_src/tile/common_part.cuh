@@ -130,8 +130,9 @@ struct CommonPart {
     }
 
     // What the logits of that row lack: nothing where the score is not linear, for then no vector is taken.
-    __device__ float offset(T queries, int row, float scale) const {
-        if constexpr (S::kLinear) return S::logit(times(queries, row), scale);
+    template <class N>
+    __device__ float offset(T queries, int row, const N& numbers) const {
+        if constexpr (S::kLinear) return S::logit(times(queries, row), numbers);
         return 0.f;
     }
 

@@ -1,30 +1,64 @@
-// Where dots become logits, and gradients of logits those of dots. The kernel has included its divergence and its score
+// Where dots become logits, and gradients of logits those of dots. The kernel has included its divergence and the scores
 // before.
 #pragma once
 #include "common/math.cuh"
 #include "tile/fragment.cuh"
 
-// What dots are multiplied by, times log2(e).
-struct Scales {
-    float teacher, student;
-};
-
 // The logits of one row that a lane holds, as a divergence asks for them: each, and each less a reference. S is the
-// score whose dots the accumulators hold.
-template <class S, int TILES>
+// score whose dots the accumulators hold, N its numbers.
+template <class S, class N, int TILES>
 struct LogitRow {
     FragmentRow<TILES> dots;
-    float scale;
+    N numbers;
     static constexpr int kCount = FragmentRow<TILES>::kCount;
-    __device__ float operator[](int i) const { return S::logit(dots[i], scale); }
-    __device__ float less(int i, float reference) const { return S::logit(dots[i], scale, reference); }
+    __device__ float operator[](int i) const { return S::logit(dots[i], numbers); }
+    __device__ float less(int i, float reference) const { return S::logit(dots[i], numbers, reference); }
 };
 
 // For accumulators that hold logits already.
 struct LogitsThemselves {
-    __device__ static float logit(float x, float) { return x; }
-    __device__ static float logit(float x, float, float reference) { return x - reference; }
+    template <class N>
+    __device__ static float logit(float x, const N&) {
+        return x;
+    }
+    template <class N>
+    __device__ static float logit(float x, const N&, float reference) {
+        return x - reference;
+    }
 };
+
+// Dots of a few accumulators become logits, in place, unless the score is linear: then they do where they are used, for
+// nothing. Few at a time, with a branch between them, because each takes registers while it is turned, and the compiler
+// would turn as many at once as there are.
+template <class S, class N>
+__device__ inline void turn_to_logits(float (&x)[4], const N& n) {
+    if constexpr (!S::kLinear) {
+        bool usual = true;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            x[e] = S::prepare(x[e], n);
+            usual = usual && S::usual(x[e]);
+        }
+        if (__any_sync(~0u, !usual)) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[e] = S::tame(x[e]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = S::finish(x[e], n);
+    }
+}
+
+// What accumulators hold after that, as a score.
+template <class S, bool LINEAR = S::kLinear>
+struct TurnedScore {
+    using Type = S;
+};
+template <class S>
+struct TurnedScore<S, false> {
+    using Type = LogitsThemselves;
+};
+template <int SIDE>
+using Turned = typename TurnedScore<Score<SIDE>>::Type;
 
 // What a query row contributes to the gradients of its logits.
 struct RowStats {
@@ -33,14 +67,17 @@ struct RowStats {
     float value;         // base 2
 };
 
-// The derivative of a row's value by one dot product of a side, up to a constant and without the weight.
+// The derivative of a row's value by one dot product of a side, up to a constant and without the weight. Of accumulators
+// that have been turned to logits.
 template <int SIDE>
-__device__ inline float dot_gradient(float dot_t, float dot_s, const RowStats& row, Scales scales) {
-    const float x = Score<kTeacher>::logit(dot_t, scales.teacher, row.lse_t);
-    const float y = Score<kStudent>::logit(dot_s, scales.student, row.lse_s);
-    const float slope = SIDE == kTeacher ? Score<kTeacher>::slope(x + row.lse_t, scales.teacher)
-                                         : Score<kStudent>::slope(y + row.lse_s, scales.student);
-    return LogitGradient<SIDE>::evaluate(x, y, row.value) * slope;
+__device__ inline float dot_gradient(float t, float s, const RowStats& row, Numbers numbers) {
+    const float x = Turned<kTeacher>::logit(t, numbers.teacher, row.lse_t);
+    const float y = Turned<kStudent>::logit(s, numbers.student, row.lse_s);
+    const float gradient = LogitGradient<SIDE>::evaluate(x, y, row.value);
+    if constexpr (Score<SIDE>::kLinear)
+        return gradient;
+    else
+        return gradient * Score<SIDE>::slope(SIDE == kTeacher ? t : s, numbers.of<SIDE>());
 }
 
 // That constant; `scale` is the side's plain one.

@@ -1,5 +1,5 @@
 // What a query row contributes to the gradients of its logits, as gradient kernels keep it. The kernel has included its
-// mask, its divergence and its score before.
+// mask, its divergence and the scores before.
 #pragma once
 #include "common/args.cuh"
 #include "common/math.cuh"

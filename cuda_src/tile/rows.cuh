@@ -1,5 +1,5 @@
 // The row states of a warp in a forward kernel: feeding them score tiles, merging lanes, writing results. The kernel
-// has included its mask, its divergence and its score before.
+// has included its mask, its divergence and the scores before.
 #pragma once
 #include "common/args.cuh"
 #include "common/math.cuh"
@@ -15,16 +15,16 @@ __device__ constexpr int below_first(int i) {
     return 16 * (i / Accumulators::kRows) + Accumulators::below(i % Accumulators::kRows);
 }
 
-// T and S are the scores whose dots t and s hold.
-template <class T, class S, int TILES>
+// T and S are the scores whose dots t and s hold, n_t and n_s their numbers.
+template <class T, class S, int TILES, class NT, class NS>
 __device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILES>& t, const Strip<TILES>& s,
-                                  Scales scales) {
-    LogitRow<T, TILES> row_t[kLaneRows];
-    LogitRow<S, TILES> row_s[kLaneRows];
+                                  const NT& n_t, const NS& n_s) {
+    LogitRow<T, NT, TILES> row_t[kLaneRows];
+    LogitRow<S, NS, TILES> row_s[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
-        row_t[i] = {{t[i / Accumulators::kRows], i % Accumulators::kRows}, scales.teacher};
-        row_s[i] = {{s[i / Accumulators::kRows], i % Accumulators::kRows}, scales.student};
+        row_t[i] = {{t[i / Accumulators::kRows], i % Accumulators::kRows}, n_t};
+        row_s[i] = {{s[i / Accumulators::kRows], i % Accumulators::kRows}, n_s};
     }
     RowState::absorb(state, row_t, row_s);
 }
@@ -34,9 +34,16 @@ __device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILE
 // for.
 template <int TILES>
 __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t, Strip<TILES>& s, const Mask& mask,
-                                   int row, bool full, int first_key, Scales scales) {
+                                   int row, bool full, int first_key, Numbers numbers) {
+#pragma unroll
+    for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            turn_to_logits<Score<kTeacher>>(t[m][n], numbers.teacher);
+            turn_to_logits<Score<kStudent>>(s[m][n], numbers.student);
+        }
     if (full) {
-        absorb_all<Score<kTeacher>, Score<kStudent>, TILES>(state, t, s, scales);
+        absorb_all<Turned<kTeacher>, Turned<kStudent>, TILES>(state, t, s, numbers.teacher, numbers.student);
     } else {
         const int key = first_key + Accumulators::first_column(lane_id());
 #pragma unroll
@@ -47,10 +54,10 @@ __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t
                 for (int e = 0; e < 4; ++e) {
                     const bool visible = mask.visible(row + 16 * m + Accumulators::below(Accumulators::row(e)),
                                                       key + 8 * n + Accumulators::column(e));
-                    t[m][n][e] = visible ? Score<kTeacher>::logit(t[m][n][e], scales.teacher) : kMasked;
-                    s[m][n][e] = visible ? Score<kStudent>::logit(s[m][n][e], scales.student) : kMasked;
+                    t[m][n][e] = visible ? Turned<kTeacher>::logit(t[m][n][e], numbers.teacher) : kMasked;
+                    s[m][n][e] = visible ? Turned<kStudent>::logit(s[m][n][e], numbers.student) : kMasked;
                 }
-        absorb_all<LogitsThemselves, LogitsThemselves, TILES>(state, t, s, {1.f, 1.f});
+        absorb_all<LogitsThemselves, LogitsThemselves, TILES>(state, t, s, numbers.teacher, numbers.student);
     }
     __syncwarp();  // lanes whose references moved took longer; the matrix instructions want all of them
 }

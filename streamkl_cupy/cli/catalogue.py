@@ -34,6 +34,7 @@ from ..kernels.work_tiles import Schedule
 from ..planning import make_plan
 from ..problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from ..rules.masks import MASKS, together
+from ..rules.scores import SCORES
 
 DIMS = (
     *((dim, dim) for dim in (16, 32, 64, 80, 96, 128, 160, 192, 256)),
@@ -54,6 +55,12 @@ MASK_CASES: dict[str, tuple[str, ...]] = {
     **{part.name: (*part.beside, part.name) for part in MASKS.values()},
     "everything": together(),
 }
+# Of either side: a score, and within what its logits are kept. How much is a number in the arguments.
+SCORE_CASES: dict[str, tuple[str, float | None]] = {
+    **{name: (name, None) for name in SCORES},
+    **{f"{name}+softcap": (name, 30.0) for name, score in SCORES.items() if score.proportional},
+}
+USUAL_SCORES = (Side.score, Side.score)
 PLAIN = ("none", "causal")
 SEQUENCES = 16
 PATIENCE = 0.2  # seconds that an interrupt may wait
@@ -137,7 +144,7 @@ def problem(
     aligned: bool = True,
     extents: Extents = EXTENTS[0],
     divergence: str = Problem.divergence,
-    score: str = Problem.score,
+    scores: tuple[str, str] = USUAL_SCORES,
 ) -> Problem:
     """A problem of one batch entry; unaligned ones cannot use 16-byte loads."""
     packed = any(MASKS[name].packing for name in MASK_CASES[mask])
@@ -145,11 +152,12 @@ def problem(
     def operand(heads: int, rows: int, dim: int, dtype: str) -> Operand:
         return Operand(heads, rows, dim, dtype, _four(compact_strides((1, heads, rows, dim))), aligned)
 
-    def side(dim: int, dtype: str) -> Side:
+    def side(dim: int, dtype: str, case: str) -> Side:
         return Side(
             operand(extents.heads, extents.queries, dim, dtype),
             operand(extents.key_heads, extents.keys, dim, dtype),
             dim**-0.5,
+            *SCORE_CASES[case],
         )
 
     return Problem(
@@ -157,15 +165,14 @@ def problem(
         heads=extents.heads,
         queries=extents.queries,
         keys=extents.keys,
-        teacher=side(dims[0], types.teacher),
-        student=side(dims[1], types.student),
+        teacher=side(dims[0], types.teacher, scores[0]),
+        student=side(dims[1], types.student, scores[1]),
         mask=mask_spec(mask, extents.queries, extents.keys),
         device=Device("cuda"),
         rank=3 if packed else 4,
         precision=types.precision,
         sequences=SEQUENCES if packed else 0,
         divergence=divergence,
-        score=score,
     )
 
 
@@ -189,12 +196,12 @@ def entries(
     types: Iterable[ElementTypes] = ELEMENT_TYPES,
     masks: Iterable[str] = PLAIN,
     divergences: Iterable[str] = (Problem.divergence,),
-    scores: Iterable[str] = (Problem.score,),
+    scores: Iterable[tuple[str, str]] = (USUAL_SCORES,),
 ) -> tuple[list[Entry], list[str]]:
     """Every distinct kernel of the list on a typical GPU of `arch`, and which problems have no kernel there, and why.
 
-    Masks are names of `MASK_CASES`; the default are the two that most calls have, and the divergence and the score
-    that they have.
+    Masks are names of `MASK_CASES`; the default are the two that most calls have, and the divergence and the scores
+    that they have, of the teacher and the student by names of `SCORE_CASES`.
 
     Raises:
         ValueError: the architecture is not known.
@@ -211,8 +218,9 @@ def entries(
                 if mask not in PLAIN and (not aligned or types_of not in MASKED):
                     continue
                 label = f"{pair[0]}/{pair[1]} {types_of} {mask}{'' if aligned else ' unaligned'}"
-                for rule, usual in zip(of_call, (Problem.divergence, Problem.score), strict=True):
-                    label += "" if rule == usual else f" {rule}"
+                divergence, score = of_call
+                label += "" if divergence == Problem.divergence else f" {divergence}"
+                label += "" if score == USUAL_SCORES else f" {'/'.join(score)}"
                 try:
                     plan = make_plan(problem(pair, types_of, mask, aligned, extents, *of_call), facts)
                 except NotImplementedError as reason:
@@ -246,6 +254,8 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
             entry.kernel.tile,
             *(rule for slot, rule in entry.kernel.slots if slot != "mask"),
             *(constants.get(code) == ELEMENT_CODES["float32"] for code in ("SKL_T_ELEMENT", "SKL_S_ELEMENT")),
+            constants.get("SKL_T_SCORE"),
+            constants.get("SKL_S_SCORE"),
             constants.get("SKL_PACKED_ROWS"),
         )
         if group not in groups or _weight(entry) >= _weight(groups[group]):

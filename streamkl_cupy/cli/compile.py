@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -14,10 +15,10 @@ from .. import frameworks
 from ..compiler import cache, settings
 from ..compiler.nvrtc import supported_archs
 from ..errors import CompilerError, install
-from ..problem import Problem
+from ..problem import Problem, Side
 from ..rules.divergences import DIVERGENCES
 from . import catalogue, report
-from .catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, Built
+from .catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, SCORE_CASES, Built
 from .values import dims
 
 HELP = "compile kernels ahead of time into the cache; needs no GPU"
@@ -62,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"of {', '.join(DIVERGENCES)}; default: {Problem.divergence}",
     )
+    parser.add_argument(
+        "--scores",
+        nargs="+",
+        choices=SCORE_CASES,
+        default=[Side.score],
+        metavar="NAME",
+        help=f"of {', '.join(SCORE_CASES)}, on either side; default: {Side.score}",
+    )
     parser.add_argument("--jobs", type=int, metavar="N", help="processes; default: one per core")
     parser.add_argument("--force", action="store_true", help="compile anew what the cache has, too")
     parser.add_argument("--list", action="store_true", help="list what would be compiled, and stop")
@@ -74,10 +83,11 @@ def run(options: argparse.Namespace) -> int:
     archs = options.arch or [_arch_here()]
     pairs = options.dims or DIMS
     types = [t for t in ELEMENT_TYPES if not options.dtype or {t.teacher, t.student} <= set(options.dtype)]
+    scores = [*itertools.product(options.scores, repeat=2)]
     listed = []
     refused = []
     for arch in archs:
-        found, without = catalogue.entries(arch, pairs, types, options.masks, options.divergences)
+        found, without = catalogue.entries(arch, pairs, types, options.masks, options.divergences, scores)
         listed += found
         refused += [f"{arch} {line}" for line in without]
     for line in refused:

@@ -17,10 +17,10 @@ from ..ops import Task
 from ..problem import Operand, Problem, Side, counted
 from ..rules.divergences import DIVERGENCES
 from ..rules.masks import parts_of, registers
-from ..rules.scores import SCORES
+from ..rules.scores import score_of
 from .gpus import DeviceFacts
 from .shares import LEAST_STEPS, number, shapes_of, steps_of
-from .structs import Regions, Struct, partials, row_tiles
+from .structs import Args, Regions, Struct, args_of, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
 
 # Elements as common/config.cuh names them.
@@ -103,7 +103,7 @@ class Work:
 
     @property
     def out_dim(self) -> int:
-        return self.side.dim if self.task.side else 0
+        return self.side.dim if self.task.side else 2
 
     @property
     def row_vectors(self) -> int:
@@ -118,9 +118,19 @@ class Work:
         return DIVERGENCES[self.problem.divergence].state_floats + self.problem.entropy
 
     @property
+    def turned(self) -> bool:
+        """Whether logits are more than scaled products: dots become them in place first, which takes registers."""
+        return not all(score_of(side).linear for side in self.sides)
+
+    @property
     def mask_level(self) -> int:
         """How many registers a mask takes: 0 a bound, 1 an interval or segments, 2 pairs apart, 3 all of that."""
         return registers(parts_of(self.problem.mask))
+
+    @property
+    def level(self) -> int:
+        """The same of a mask and of dots that are turned, which take as many as any mask."""
+        return 3 if self.turned else self.mask_level
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -143,7 +153,8 @@ class TileRow:
     `columns` rows of the other operand are streamed at a time, `stages` buffers in flight, and the kernel is compiled
     to leave room for `min_blocks` blocks per multiprocessor. `unroll` steps of 16 along the head dim are unrolled. The
     row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one, to masks up to
-    `max_mask` of `Work.mask_level`, to at most `max_vectors` row vectors, on GPUs older than `before`.
+    `max_mask` of `Work.level`, where dots are turned beside masks up to `max_turned`, to at most `max_vectors` row
+    vectors, on GPUs older than `before`.
     """
 
     warps: int
@@ -158,6 +169,7 @@ class TileRow:
     before: tuple[int, int] = (99, 0)
     max_mask: int = 3
     max_vectors: int = 4
+    max_turned: int = 3
     shareable: bool = True
     """Whether there are registers for several blocks having one row tile."""
     shared: bool = False
@@ -255,7 +267,8 @@ class Kernel(ABC, Generic[Row]):
     kind: ClassVar[str]
     """Of its tasks."""
     family: ClassVar[str]
-    args: ClassVar[Struct]
+    args: ClassVar[str]
+    """Of the arguments, by the name that `structs.Args` has for them."""
     shares_tiles: ClassVar[bool] = False
     """Whether blocks can share the streamed rows of one row tile, be it a list or not."""
     persistent: ClassVar[bool] = False
@@ -322,7 +335,7 @@ class Kernel(ABC, Generic[Row]):
     def fitting(self, work: Work, facts: DeviceFacts) -> tuple[Row, ...]:
         """The rows of the table that this work and this GPU allow, whatever the extents: found once for all of them."""
         (teacher, student), asked = work.sides, work.problem
-        rules = (asked.mask.parts, asked.divergence)
+        rules = (asked.mask.parts, asked.divergence, work.turned)
         key = (work.task, teacher.dim, student.dim, teacher.dtype, student.dtype, rules, facts)
         found = self._fitting.get(key)
         return found or self._fitting.setdefault(key, self._fits(work, facts))
@@ -333,7 +346,8 @@ class Kernel(ABC, Generic[Row]):
             for row in self.table(work)
             if work.dim <= row.max_dim
             and work.out_dim <= row.max_out
-            and work.mask_level <= row.max_mask
+            and work.level <= row.max_mask
+            and (work.mask_level <= row.max_turned or not work.turned)
             and work.row_vectors <= row.max_vectors
             and facts.compute_capability < row.before
             and self.smem_bytes(work, row) <= facts.smem_per_block
@@ -381,12 +395,14 @@ class Kernel(ABC, Generic[Row]):
             )
         most_blocks = facts.multiprocessors * tile.min_blocks if self.persistent else 0
         smem_bytes = self.smem_bytes(work, tile)
-        parts = parts_of(problem.mask)
+        parts, scores = parts_of(problem.mask), [score_of(side) for side in work.sides]
         constants: dict[str, int | str] = {
             "SKL_T_ELEMENT": ELEMENT_CODES[problem.teacher.dtype],
             "SKL_S_ELEMENT": ELEMENT_CODES[problem.student.dtype],
             "SKL_T_DIM": problem.teacher.dim,
             "SKL_S_DIM": problem.student.dim,
+            "SKL_T_SCORE": scores[0].struct,
+            "SKL_S_SCORE": scores[1].struct,
             # One text for both precisions where no float32 is involved.
             "SKL_PLANES": PLANES[problem.precision if work.float32 else "highest"],
             "SKL_ROWS": tile.rows,
@@ -406,7 +422,7 @@ class Kernel(ABC, Generic[Row]):
             constants["SKL_ENTROPY"] = 1
         headers: dict[str, str | tuple[str, ...]] = {
             "divergence": DIVERGENCES[problem.divergence].header,
-            "score": SCORES[problem.score].header,
+            "score": (*dict.fromkeys(path for score in scores for path in score.headers), "scores/all.cuh"),
             "mask": (*(part.header for part in parts), "masks/all.cuh"),
         }
         if task.side:
@@ -418,7 +434,7 @@ class Kernel(ABC, Generic[Row]):
             arch=self.flag(facts),
             constants=tuple(sorted(constants.items())),
             slots=tuple((rule, headers[rule]) for rule in problem.operation.rules),
-            args=self.args,
+            args=getattr(_args(problem), self.args),
             regions=self.regions(work, tile),
             blocks=_blocks(blocks, most_blocks),
             most_blocks=most_blocks,
@@ -496,6 +512,11 @@ def _with_slots(schedule: Schedule, slots: int, work: Work, tile: TileRow) -> Sc
     """The schedule with memory for the sums of blocks that share row tiles, in so many slots of a head."""
     sizes = partials(tile.warps, tile.rows, work.out_dim).sizes(work.pairs * slots)
     return replace(schedule, partial_slots=slots, arrivals_bytes=sizes["arrivals"], partial_bytes=sum(sizes.values()))
+
+
+def _args(problem: Problem) -> Args:
+    teacher, student = (tuple(score_of(side).numbers(1.0)) for side in (problem.teacher, problem.student))
+    return args_of(teacher, student)
 
 
 def vector_loads(x: Operand) -> bool:

@@ -10,7 +10,7 @@ from ..rules.divergences import DIVERGENCES
 from ..rules.masks import Scene, key_range, parts_of
 from .base import KernelPlan, Work
 from .gpus import DeviceFacts
-from .structs import FORWARD
+from .structs import args_of
 from .work_tiles import TILES_TO_START
 
 COMBINE = Task("combine")
@@ -85,7 +85,7 @@ def plan(work: Work, forward: KernelPlan, facts: DeviceFacts) -> KernelPlan:
         arch=facts.flag,
         constants=tuple(sorted(constants.items())),
         slots=(("divergence", DIVERGENCES[problem.divergence].header),),
-        args=FORWARD,
+        args=args_of().forward,
         regions=forward.regions,
         blocks=-(-problem.batch * problem.heads * problem.queries // THREADS),
         threads=THREADS,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from .base import TileRow, Work
 from .sm80 import Portable, common_bytes
-from .structs import FORWARD, Regions, split_states
+from .structs import Regions, split_states
 
 _TABLE = (
-    TileRow(4, 2, 64, 2, 2, 64, "32 rows per warp, two blocks per multiprocessor", unroll=4),
+    TileRow(4, 2, 64, 2, 2, 64, "32 rows per warp, two blocks per multiprocessor", unroll=4, max_turned=-1),
     TileRow(4, 2, 32, 2, 2, 128, "32 rows per warp halve the reads per product; two blocks fit", unroll=8),
     TileRow(2, 1, 64, 2, 2, 64, "few rows in all: more blocks, long tiles"),
     TileRow(2, 1, 32, 2, 2, 128, "few rows in all: more blocks"),
@@ -30,7 +30,7 @@ _FLOAT32 = (
 
 class _Forward(Portable):
     kind = "forward"
-    args = FORWARD
+    args = "forward"
 
     def table(self, work: Work) -> tuple[TileRow, ...]:
         return _FLOAT32 if work.float32 else _TABLE

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from .base import TileRow, Work
 from .combine import splits_of_last_rows
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, held_steps, packed_rows, row_bytes
-from .structs import HOPPER_FORWARD, Regions, split_states
+from .structs import Regions, split_states
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,33 @@ _TABLE = (
         64,
         "four warpgroups hide latency better than any explicit overlap of two or three",
         held=3,
+        max_turned=1,
     ),
-    _Row(16, 1, COLUMNS, 6, 1, 128, "the same; pieces of 128 columns halve the barriers", held=3, piece_chunks=2),
-    _Row(8, 1, COLUMNS, 6, 2, 64, "few rows to a head: two blocks per multiprocessor hide each other's start"),
+    _Row(
+        16,
+        1,
+        COLUMNS,
+        6,
+        1,
+        128,
+        "the same; pieces of 128 columns halve the barriers",
+        held=3,
+        piece_chunks=2,
+        max_turned=1,
+    ),
+    _Row(
+        8,
+        1,
+        COLUMNS,
+        6,
+        2,
+        64,
+        "few rows to a head: two blocks per multiprocessor hide each other's start",
+        max_turned=1,
+    ),
     _Row(8, 1, COLUMNS, 12, 1, 128, "few rows in all: twice the blocks"),
     _Row(4, 1, COLUMNS, 9, 2, 128, "few queries: two blocks per multiprocessor read while others compute"),
-    _Row(16, 1, COLUMNS, 8, 1, 256, "320 columns of both sides together"),
+    _Row(16, 1, COLUMNS, 8, 1, 256, "320 columns of both sides together", max_turned=1),
     _Row(12, 1, COLUMNS, 10, 1, 256, "192 rows where 256 do not fit"),
     _Row(8, 1, COLUMNS, 8, 1, 576, "128 rows where 192 do not fit"),
     _Row(8, 1, COLUMNS, 6, 1, 576, "576 and 128 together"),
@@ -62,7 +83,7 @@ _REGISTERS = {
 
 class _Forward(Hopper[_Row]):
     kind = "forward"
-    args = HOPPER_FORWARD
+    args = "hopper_forward"
 
     def table(self, work: Work) -> tuple[_Row, ...]:
         return _TABLE

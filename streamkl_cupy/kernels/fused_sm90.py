@@ -23,7 +23,7 @@ from ..rules.masks import parts_of
 from .base import MAX_GRID, Box, KernelPlan, TileRow, Work
 from .gpus import GPUS, DeviceFacts
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
-from .structs import HOPPER_FUSED, Regions, fused_workspace, partials, row_tiles
+from .structs import Regions, fused_workspace, partials, row_tiles
 
 MAX_OUT = 192
 
@@ -157,7 +157,7 @@ _TABLE = (
 
 class _Fused(Hopper[_Row]):
     kind = "fused"
-    args = HOPPER_FUSED
+    args = "hopper_fused"
     shares_tiles = True
     persistent = True
     min_queries = 64
@@ -211,12 +211,12 @@ class _Fused(Hopper[_Row]):
         )
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
-        hold = work.dim <= 128 and work.mask_level + (work.row_vectors > 3) < 2 and not tile.shared
+        hold = work.dim <= 128 and work.level + (work.row_vectors > 3) < 2 and not tile.shared
         kept, score_stages = _score_side(work, tile)
         registers = consumer, query_gradient, producer = _registers(work, tile)
         # Where registers are divided unusually, or blocks share tiles, they are all in use, and a mask wants some. To
         # write dQ takes some too.
-        masked = bool(work.problem.mask.parts)
+        masked = bool(work.problem.mask.parts) or work.turned
         read_again = masked and (tile.shared or registers != _Row.registers)
         wide = tile.wide and not (masked and tile.direct)
         return {
@@ -314,7 +314,7 @@ def _entries(work: Work) -> int:
 
 
 def _registers(work: Work, tile: _Row) -> tuple[int, int, int]:
-    holes = work.mask_level > 1 and work.row_vectors > 3 and tile.warp_tiles == 1
+    holes = work.level > 1 and work.row_vectors > 3 and tile.warp_tiles == 1
     # A narrow type hands its gradients over as they are made; the other keeps them, beside four row vectors and a mask.
     return (208, 64, 32) if holes and work.out_dim <= 96 and work.side.dtype == "bfloat16" else tile.registers
 

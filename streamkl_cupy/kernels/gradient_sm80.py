@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from .base import TileRow, Work
 from .sm80 import Portable, common_bytes
-from .structs import GRADIENT, Regions
+from .structs import Regions
 
 _TABLE = (
     TileRow(
@@ -42,7 +42,7 @@ _FLOAT32 = (
 
 class _Gradient(Portable):
     kind = "gradient"
-    args = GRADIENT
+    args = "gradient"
 
     def table(self, work: Work) -> tuple[TileRow, ...]:
         return _FLOAT32 if work.float32 else _TABLE

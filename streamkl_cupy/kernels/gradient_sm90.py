@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .base import TileRow, Work
 from .sm90 import ALIGNMENT, Hopper, held_steps, row_bytes
-from .structs import HOPPER_GRADIENT, Regions, partials
+from .structs import Regions, partials
 
 TASK_BYTES = 88  # the kernel asserts it
 
@@ -35,10 +35,10 @@ class _Row(TileRow):
 # columns 256, three of 64 241; D = 128: 80 columns 387, 64 with four stages 368, 112 with two stages 290, three
 # warpgroups of 48 329.
 _QUERIES = (
-    _Row(8, 1, 128, 4, 1, 64, "wide tiles: resident rows are read once per 128 columns", held=2),
+    _Row(8, 1, 128, 4, 1, 64, "wide tiles: resident rows are read once per 128 columns", held=2, max_turned=-1),
     _Row(8, 1, 96, 3, 1, 128, "the widest tile that leaves three stages", held=3),
     _Row(4, 1, 128, 4, 1, 64, "few rows in all: twice the blocks", max_mask=2),
-    _Row(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks"),
+    _Row(4, 1, 96, 3, 1, 128, "few rows in all: twice the blocks", max_turned=1),
     _Row(8, 1, 64, 3, 1, 192, "320 columns of both sides together"),
     _Row(8, 1, 48, 2, 1, 256, "two stages beside the widest rows", shareable=False),
 )
@@ -75,7 +75,7 @@ _AHEAD_REGISTERS = {2: (232, 40)}
 
 class _Gradient(Hopper[_Row]):
     kind = "gradient"
-    args = HOPPER_GRADIENT
+    args = "hopper_gradient"
     shares_tiles = True
 
     def table(self, work: Work) -> tuple[_Row, ...]:
@@ -97,7 +97,7 @@ class _Gradient(Hopper[_Row]):
             "SKL_AHEAD": int(tile.ahead),
             "SKL_TASK_BYTES": TASK_BYTES,
             # Masks with holes need the registers where sums of the output do too, and so do shares of tiles.
-            "SKL_HELD_STEPS": held_steps(work, tile.held if work.mask_level < 2 and not tile.shared else 0),
+            "SKL_HELD_STEPS": held_steps(work, tile.held if work.level < 2 and not tile.shared else 0),
             "SKL_MIN_BLOCKS": tile.min_blocks,
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
@@ -110,7 +110,7 @@ class _Gradient(Hopper[_Row]):
 def _registers(work: Work, tile: _Row) -> dict[int, tuple[int, int]]:
     if work.rows_are_keys:
         return _AHEAD_REGISTERS if tile.ahead else _KEY_REGISTERS
-    return _LONG_MASK_REGISTERS if work.mask_level > 2 else _QUERY_REGISTERS
+    return _LONG_MASK_REGISTERS if work.level > 2 else _QUERY_REGISTERS
 
 
 KERNEL = _Gradient()

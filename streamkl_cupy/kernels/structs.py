@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from ..ops import ATTENTION_KL
@@ -226,7 +226,7 @@ def _constant(x: Region) -> str:
     return "k" + x.name.title().replace("_", "")
 
 
-# Arguments. Strides are counted in elements, scales of logits are times log2(e): kernels work in base 2.
+# Arguments. Strides are counted in elements.
 
 # Some to spare: one more part need not change the arguments of every kernel.
 MASK_WORDS = _round_up(most_words(), 4)
@@ -262,41 +262,8 @@ INPUTS = Struct("Inputs", tuple(Field(name, TENSOR4) for name in ATTENTION_KL.na
 
 OUT_ROWS = ("value", "teacher_lse", "student_lse")
 """What a forward writes, nats."""
-FORWARD = Struct(
-    "ForwardArgs",
-    (
-        Field("in", INPUTS),
-        *(Field(name, TENSOR3) for name in OUT_ROWS),
-        Field("n", EXTENTS),
-        Field("teacher_scale", "float"),
-        Field("student_scale", "float"),
-        Field("workspace", "u64", "row states where keys are split: [field][split][B H][M]"),
-        Field("entropy", TENSOR3, "nats, where it is wanted"),
-    ),
-)
-
 SAVED_ROWS = ("grad", "teacher_lse", "student_lse", "value")
 """What a backward reads of each row: the upstream gradient and what the forward saved, nats. One after the other."""
-GRADIENT = Struct(
-    "GradientArgs",
-    (
-        Field("in", INPUTS),
-        *(Field(name, TENSOR3) for name in SAVED_ROWS),
-        Field("out", TENSOR4, "gradient of one input"),
-        Field("n", EXTENTS),
-        Field("teacher_scale", "float"),
-        Field("student_scale", "float"),
-        Field("out_scale", "float", "the plain scale of the side that is differentiated"),
-        Field("partial_slots", "int", "for sums of blocks that share a row tile, per batch entry and head"),
-        Field("partial_arrivals", "u64", "what lies there pipeline/partials.cuh says; 0: no memory for it"),
-        Field("partial_sums", "u64"),
-    ),
-)
-FUSED = Struct(
-    "FusedArgs",
-    (Field("base", GRADIENT, "its `out` is the keys'"), Field("out_q", TENSOR4), Field("workspace", "u64")),
-    "both gradients of one side",
-)
 KEY_BITS = Struct(
     "KeyBitsArgs",
     (
@@ -310,13 +277,69 @@ KEY_BITS = Struct(
 )
 
 
+Names = tuple[str, ...]
+
+
+class Args(NamedTuple):
+    """The arguments of every kernel that computes scores, whose numbers of a side have these names."""
+
+    forward: Struct
+    gradient: Struct
+    fused: Struct
+    hopper_forward: Struct
+    hopper_gradient: Struct
+    hopper_fused: Struct
+
+
+@lru_cache
+def args_of(teacher: Names = ("scale",), student: Names = ("scale",)) -> Args:
+    """The arguments by what the scores of both sides read."""
+    numbers = tuple(
+        Field(f"{side}_numbers", Struct(f"{side.title()}Numbers", tuple(Field(name, "float") for name in names)))
+        for side, names in (("teacher", teacher), ("student", student))
+    )
+    forward = Struct(
+        "ForwardArgs",
+        (
+            Field("in", INPUTS),
+            *(Field(name, TENSOR3) for name in OUT_ROWS),
+            Field("n", EXTENTS),
+            *numbers,
+            Field("workspace", "u64", "row states where keys are split: [field][split][B H][M]"),
+            Field("entropy", TENSOR3, "nats, where it is wanted"),
+        ),
+    )
+    gradient = Struct(
+        "GradientArgs",
+        (
+            Field("in", INPUTS),
+            *(Field(name, TENSOR3) for name in SAVED_ROWS),
+            Field("out", TENSOR4, "gradient of one input"),
+            Field("n", EXTENTS),
+            *numbers,
+            Field("out_scale", "float", "the plain scale of the side that is differentiated"),
+            Field("partial_slots", "int", "for sums of blocks that share a row tile, per batch entry and head"),
+            Field("partial_arrivals", "u64", "what lies there pipeline/partials.cuh says; 0: no memory for it"),
+            Field("partial_sums", "u64"),
+        ),
+    )
+    fused = Struct(
+        "FusedArgs",
+        (Field("base", gradient, "its `out` is the keys'"), Field("out_q", TENSOR4), Field("workspace", "u64")),
+        "both gradients of one side",
+    )
+    return Args(
+        forward,
+        gradient,
+        fused,
+        _with_maps("HopperForwardArgs", "base", forward),
+        _with_maps("HopperGradientArgs", "base", gradient),
+        _with_maps("HopperFusedArgs", "fused", fused),
+    )
+
+
 def _with_maps(name: str, base: str, args: Struct) -> Struct:
     return Struct(name, (*(Field(x, TENSOR_MAP) for x in ATTENTION_KL.names), Field(base, args)))
-
-
-HOPPER_FORWARD = _with_maps("HopperForwardArgs", "base", FORWARD)
-HOPPER_GRADIENT = _with_maps("HopperGradientArgs", "base", GRADIENT)
-HOPPER_FUSED = _with_maps("HopperFusedArgs", "fused", FUSED)
 
 
 # Workspaces.

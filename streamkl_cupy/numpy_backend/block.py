@@ -13,12 +13,11 @@ from ..concurrency.threads import Turn
 from ..ops import Op
 from ..problem import Side
 from ..rules.masks import Scene
-from ..rules.scores.interface import Meaning
+from ..rules.scores import score_of
 from .elements import narrow, widen
 from .plan import NumPyPlan
 
 Array = NDArray[Any]
-LOG2E = 1.0 / math.log(2.0)
 
 # Keys that are looked at for a common part, at fractions i x the golden ratio of the tile, so that special keys at
 # equal distances are not more than a few of them. cuda_src/tile/common_part.cuh has the same rule.
@@ -119,12 +118,10 @@ class Place(NamedTuple):
 class Half:
     """One of the two distributions inside one block: b batches, h query heads on hk key heads, m rows of width D."""
 
-    def __init__(
-        self, name: str, side: Side, meaning: Meaning, views: dict[str, Array], at: Block, scratch: Scratch
-    ) -> None:
+    def __init__(self, name: str, side: Side, views: dict[str, Array], at: Block, scratch: Scratch) -> None:
         self.name, self.group, self.scratch = name, side.group, scratch
-        self.meaning, self.scale = meaning, side.scale * LOG2E
-        self.factor = meaning.factor(side.scale)
+        self.score, self.scale = score_of(side), side.scale
+        self.factor = self.score.factor(side.scale)
         self.key_heads = slice(at.h.start // side.group, (at.h.stop - 1) // side.group + 1)
         self._all_keys = views[f"{name}_k"][at.b, self.key_heads]
         rows = views[f"{name}_q"][at.b, at.h, at.q]
@@ -135,14 +132,17 @@ class Half:
         """What a row's logits lack in base 2, (b, h, m): the query times the common part of the keys."""
         self._looked = False
         self.bad_rows = _not_finite(self.q)
+        self.slopes: Array | None = None
+        """What gradients of the tile's logits are multiplied by to be those of dot products; None for 1."""
 
     def _fold(self, x: Array) -> Array:
         """(b, h, m, x) -> (b, hk, h / hk * m, x): the query heads of one key head become more rows of it."""
         b, hk = self._all_keys.shape[:2]
         return x.reshape(b, hk, x.shape[1] // hk * x.shape[2], x.shape[3])
 
-    def logits(self, tile: Tile) -> Array:
-        """Read a tile of keys and return its base-2 logits (b, h, m, n) less `offset`, -inf where not visible."""
+    def logits(self, tile: Tile, differentiated: bool = False) -> Array:
+        """Read a tile of keys and return its base-2 logits (b, h, m, n) less `offset`, -inf where not visible; where
+        they are differentiated, find their `slopes`."""
         k: Array = self._all_keys[:, :, tile.k]
         # BLAS takes rows at any distance, as long as a row itself is dense and of the working type.
         if k.dtype != self.q.dtype or k.strides[-1] != k.itemsize or k.strides[-2] < k.itemsize * k.shape[-1]:
@@ -154,25 +154,21 @@ class Half:
         self.keys = k
         out = self.scratch(f"{self.name}_logits", (*self.q.shape[:3], k.shape[2]))
         np.matmul(self._fold(self.q), k.swapaxes(-1, -2), out=self._fold(out))
-        out = self.meaning.tile_logits(out, self.scale)
+        self.slopes = self._slopes(out.shape) if differentiated else None
+        out = self.score.tile_logits(out, self.scale, self.slopes)
         if tile.visible is not None:
             np.copyto(out, -np.inf, where=~tile.visible)
+            if self.slopes is not None:
+                np.copyto(self.slopes, 0, where=~tile.visible)
         return out
 
-    def slopes(self, logits: Array, tile: Tile) -> Array | None:
-        """What gradients of these logits are multiplied by to be those of dot products; None for 1."""
-        if self.meaning.tile_slopes is None:
-            return None
-        out = self.scratch(f"{self.name}_slopes", logits.shape)
-        self.meaning.tile_slopes(logits, self.scale, out)
-        if tile.visible is not None:
-            np.copyto(out, 0, where=~tile.visible)
-        return out
+    def _slopes(self, shape: tuple[int, ...]) -> Array | None:
+        return None if self.score.linear else self.scratch(f"{self.name}_slopes", shape)
 
     def _look(self, keys: Array, tile: Tile) -> None:
         """Find what the keys of the block have in common, from those of its first tile that any row sees."""
         self._looked = True
-        if not self.meaning.linear:
+        if not self.score.linear:
             return
         if tile.visible is None:
             sample = SAMPLED_AT * keys.shape[2] >> 32
@@ -184,7 +180,7 @@ class Half:
         self.common = common_part(keys[:, :, sample])
         if self.common is not None:
             rows = np.matmul(self._fold(self.q), self.common.swapaxes(-1, -2))
-            self.offset = self.meaning.tile_logits(rows.reshape(self.q.shape[:3]), self.scale)
+            self.offset = self.score.tile_logits(rows.reshape(self.q.shape[:3]), self.scale, None)
 
     def clean(self, d_logits: Array, tile: Tile) -> None:
         """Keep NaN and Inf of the inputs where they belong before `d_logits` meets the inputs again.

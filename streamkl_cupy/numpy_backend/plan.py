@@ -11,7 +11,7 @@ from ..concurrency import threads
 from ..problem import Problem, counted
 from ..rules.divergences import DIVERGENCES
 from ..rules.masks import differs_by_entry, parts_of
-from ..rules.scores import SCORES
+from ..rules.scores import score_of
 
 # Measured at N = 4096, D = 64, float32 on one Zen 4 core: 79 ms for the forward with 1024 x 512, 83 with 512 x 512, 88
 # with 256 x 512 and 96 with 128 x 512. Taller still would waste work under a causal mask, where a block computes about
@@ -95,13 +95,10 @@ def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
     sizes = dict.fromkeys(DIVERGENCES[problem.divergence].tile_buffers, heads * m * n)
     if problem.entropy:
         sizes["entropy"] = heads * m * n
-    score = SCORES[problem.score]
-    for name, dim, meaning in (
-        ("teacher", problem.teacher.dim, score.teacher),
-        ("student", problem.student.dim, score.student),
-    ):
+    for name, side in (("teacher", problem.teacher), ("student", problem.student)):
+        dim = side.dim
         sizes[f"{name}_logits"] = heads * m * n
-        if meaning.tile_slopes is not None:
+        if not score_of(side).linear:
             sizes[f"{name}_slopes"] = heads * m * n
         sizes[f"{name}_q"] = sizes[f"{name}_qw"] = heads * m * dim
         sizes[f"{name}_k"] = heads * n * dim

@@ -37,8 +37,8 @@ from ..problem import Problem
 from ..rules import masks as rules
 from ..rules.divergences import DIVERGENCES
 from ..rules.divergences.interface import RowResults
-from ..rules.scores import SCORES
-from .block import LOG2E, Array, Block, Half, Place, Scratch, Tile, Totals, canonical, rows_at, slices
+from ..rules.scores.interface import LOG2E
+from .block import Array, Block, Half, Place, Scratch, Tile, Totals, canonical, rows_at, slices
 from .elements import narrow
 from .plan import LEAST_SHARED_PRODUCT, NumPyPlan, head_group, make_plan, threads_for
 
@@ -109,7 +109,6 @@ class Runner:
         self._plans: dict[int, NumPyPlan] = {}
         self._dtype = np.dtype(problem.stat_dtype)
         self._divergence = DIVERGENCES[problem.divergence]
-        self._meanings = SCORES[problem.score].sides
         self._mask = rules.parts_of(problem.mask)
         self._scores = problem.batch * problem.heads * problem.queries * problem.keys
 
@@ -301,11 +300,8 @@ class Runner:
             yield Tile(keys, None if visible.all() else visible)
 
     def _halves(self, views: dict[str, Array], at: Block, scratch: Scratch) -> tuple[Half, Half]:
-        p, (teacher, student) = self.problem, self._meanings
-        return (
-            Half("teacher", p.teacher, teacher, views, at, scratch),
-            Half("student", p.student, student, views, at, scratch),
-        )
+        p = self.problem
+        return Half("teacher", p.teacher, views, at, scratch), Half("student", p.student, views, at, scratch)
 
     def _block_forward(
         self, views: dict[str, Array], place: Place, at: Block, scratch: Scratch, team: Team[Any]
@@ -341,11 +337,7 @@ class Runner:
         weighted_q = {half.name: half.weighted(weight[half.name]) for half in halves if f"{half.name}_k" in grads}
         for tile in self._tiles(place, at):
             team.pause()
-            x, y = (half.logits(tile) for half in halves)
-            slopes = [
-                half.slopes(logits, tile) if want else None
-                for half, logits, want in zip(halves, (x, y), wanted, strict=True)
-            ]
+            x, y = (half.logits(tile, want) for half, want in zip(halves, wanted, strict=True))
             # What the logits lack is known with the first tile.
             lses = lses or [
                 np.where(empty, 0, saved[f"{half.name}_lse"] * LOG2E - half.offset)[..., None] for half in halves
@@ -353,11 +345,11 @@ class Runner:
             x -= lses[0]
             y -= lses[1]
             both = divergence.tile_gradients(x, y, value, wanted, tile.visible, scratch)
-            for half, d_logits, slope in zip(halves, both, slopes, strict=True):
+            for half, d_logits in zip(halves, both, strict=True):
                 if d_logits is None:
                     continue
-                if slope is not None:
-                    d_logits *= slope
+                if half.slopes is not None:
+                    d_logits *= half.slopes
                 half.clean(d_logits, tile)
                 if half.name in dq:
                     half.add_dq(dq[half.name], d_logits)

@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..numpy_backend.elements import narrow, widen
+from ..problem import Side
 from ..rules.divergences import DIVERGENCES
 from ..rules.divergences.interface import log_softmax, log_sum_exp, terms_of
 from ..rules.scores import SCORES
+from ..rules.scores.softcap import capped
 
 if TYPE_CHECKING:
     from ..patterns import BlockPattern
@@ -320,7 +322,10 @@ class _Call:
         *,
         teacher_scale: float | None = None,
         student_scale: float | None = None,
-        score: str = "dot",
+        teacher_score: str = Side.score,
+        student_score: str = Side.score,
+        teacher_softcap: float | None = None,
+        student_softcap: float | None = None,
         layout: str = "bhnd",
         **mask: Any,
     ) -> None:
@@ -332,10 +337,15 @@ class _Call:
         self.row_shape = self._inputs[0].shape[:3]
         dims = arrays[0].shape[-1], arrays[2].shape[-1]
         given = teacher_scale, student_scale
+        scores = SCORES[teacher_score], SCORES[student_score]
         self._scales = tuple(
-            1 / math.sqrt(dim) if scale is None else float(scale) for scale, dim in zip(given, dims, strict=True)
+            (1 if score.positive else 1 / math.sqrt(dim)) if scale is None else float(scale)
+            for scale, dim, score in zip(given, dims, scores, strict=True)
         )
-        self._meanings = SCORES[score].sides
+        self._scores = tuple(
+            score if cap is None else capped(score, cap)
+            for score, cap in zip(scores, (teacher_softcap, student_softcap), strict=True)
+        )
         shape = (*self.row_shape, self._shapes[1][2])
         self.visible = np.broadcast_to(visible(shape, Mask(**mask)), shape)
 
@@ -367,13 +377,13 @@ class _Call:
         for b in range(batch):
             for h in range(heads):
                 keys, halves = [], []
-                for side, scale, meaning in zip((0, 2), self._scales, self._meanings, strict=True):
+                for side, scale, score in zip((0, 2), self._scales, self._scores, strict=True):
                     key = b, h * self._shapes[side + 1][1] // heads
                     q, k = self._inputs[side][b, h].astype(dtype), self._inputs[side + 1][key].astype(dtype)
                     with np.errstate(invalid="ignore", over="ignore"):
                         dots = q @ k.T
-                        logits, slopes = meaning.pair_logits(dots, scale), meaning.pair_slopes(dots, scale)
-                        factor = meaning.factor(scale)
+                        logits, slopes = score.pair_logits(dots, scale), score.pair_slopes(dots, scale)
+                        factor = score.factor(scale)
                         sizes = np.maximum(np.abs(factor * slopes) * (np.abs(q) @ np.abs(k).T), np.abs(logits))
                     keys.append(key)
                     halves.append(_Half(_finite_rows(q), _finite_rows(k), logits, factor, slopes, sizes))

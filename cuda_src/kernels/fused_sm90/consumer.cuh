@@ -33,11 +33,13 @@ constexpr bool kMasks<Everything> = false;
 // inside one would be turned into selections that every tile pays for. What a narrow type stages for dQ is staged here:
 // there are no registers to keep it.
 template <class Visible>
-__device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& score_side, Scores& grad_side, u32 stats,
-                                       float scale, Visible visible, Scales scales) {
+__device__ inline void logit_gradients(Gradients& out, u32 to, Scores& score_side, Scores& grad_side, u32 stats,
+                                       float scale, Visible visible, Numbers numbers) {
     const int pair = Accumulators::pair(lane_id());
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
+        turn_to_logits<Score<1 - kSide>>(score_side[c], numbers.of<1 - kSide>());
+        turn_to_logits<Score<kSide>>(grad_side[c], numbers.of<kSide>());
         RowStats x[2];
         Stats::read(x, stats, 4 * c + pair);
 #pragma unroll
@@ -45,7 +47,7 @@ __device__ inline void logit_gradients(Gradients& out, u32 to, const Scores& sco
             const RowStats& row = x[Accumulators::column(e)];
             const float t = kSide == kTeacher ? grad_side[c][e] : score_side[c][e],
                         s = kSide == kTeacher ? score_side[c][e] : grad_side[c][e];
-            float dx = dot_gradient<kSide>(t, s, row, scales);
+            float dx = dot_gradient<kSide>(t, s, row, numbers);
             dx *= kNarrow ? plain_scale(row) : row.weight;
             if constexpr (kMasks<Visible>) {
                 if (!visible(8 * c + 2 * pair + Accumulators::column(e), Accumulators::below(Accumulators::row(e))))
@@ -112,7 +114,7 @@ struct Consumer {
     WorkItemRing& items;
     const int group, lane;
     const int warp_row;  // of every kSubRows keys the consumer has 64, and of these the warp 16
-    const Scales scales;
+    const Numbers numbers;
     const u32 ds_start;
     const u64 keys_score, keys_grad, ring_score, ring_grad, ring_grad_rows;
     ScoreCursor<> at_score;
@@ -132,7 +134,7 @@ struct Consumer {
           group(thread.group),
           lane(thread.lane),
           warp_row(64 * group + 16 * ((threadIdx.x / 32) & 3)),
-          scales{args.teacher_scale, args.student_scale},
+          numbers{args.teacher_numbers, args.student_numbers},
           ds_start(fragment_address(shared.base + kDsAt, warp_row, lane)),
           keys_score(swizzled_descriptor(shared.base + kScoreKeysAt + group * 64 * 128)),
           keys_grad(swizzled_descriptor(shared.base + kGradKeysAt + group * 64 * 128)),
@@ -392,7 +394,7 @@ private:
         if (SUB == kSubs - 1) at_grad.advance();
         const u32 to = ds_address();
         Gradients dx;
-        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, scales);
+        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, numbers);
         if constexpr (MORE && kEarlyWaits) {
             await_score();
             await_grad();
@@ -430,7 +432,7 @@ private:
         at_grad.advance();
         const u32 to = ds_address();
         Gradients dx;
-        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, scales);
+        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, numbers);
         accumulate<0>(dx, to, slot);
         if constexpr (MORE) {
             multiply_pieces([this, slot] { grad_done(slot, 0); });
@@ -457,7 +459,7 @@ private:
         const auto visible = [&walk = at.walk, first_key](int column, int row) {
             return walk.mask.visible(walk.row() + column, first_key + row);
         };
-        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, visible, scales);
+        logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, visible, numbers);
         clear_non_finite<E, kColumns, GradSide::kChunks>(shared.grad_tile(slot), kWarpgroup + group);
         await_turn();
         accumulate<SUB>(dx, to, slot);

@@ -1,10 +1,24 @@
-"""The scores by name: every module of this folder but `interface` is one, and has it as `SCORE`."""
+"""The scores by name: every module of this folder is one, and has it as `SCORE`, but `interface` and `softcap`, which
+makes another of each."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
+from ...problem import Side
 from ..registry import entries_of
 from .interface import Score
+from .softcap import capped
 
-SCORES: Final[dict[str, Score]] = entries_of(__name__, __path__, "SCORE", ("interface",))
+SCORES: Final[dict[str, Score]] = entries_of(__name__, __path__, "SCORE", ("interface", "softcap"))
+
+
+def score_of(side: Side) -> Score:
+    """What dot products of a side mean."""
+    return _score(side.score, side.softcap)
+
+
+@lru_cache(maxsize=256)
+def _score(name: str, softcap: float | None) -> Score:
+    return SCORES[name] if softcap is None else capped(SCORES[name], softcap)

@@ -7,6 +7,7 @@ the definition that everything is judged by.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,48 +15,45 @@ from typing import Any
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """What dot products of one side mean, as `Score<side>` says it on the device.
-
-    The derivative of a logit by its dot product is the factor, which all pairs share, times the pair's slope.
-    """
-
-    formula: str
-    """The natural logit in Python, of `dot` and the side's `scale`, with numpy's functions: for people, and for tests.
-    """
-    factor: Callable[[float], float]
-    """Of the side's scale."""
-    largest_slope: float
-    """A bound of slopes, by which gradients of logits are kept in the range of float16."""
-    tile_logits: Callable[[Array, float], Array]
-    """(dots, scale x log2(e)) -> logits in base 2; the dots may be overwritten."""
-    tile_slopes: Callable[[Array, float, Array], object] | None
-    """(logits in base 2, scale x log2(e), where slopes go). Logits are -inf where not visible; any slope will do there.
-    None: every slope is 1."""
-    pair_logits: Callable[[Array, float], Array]
-    """(dots, scale) -> natural logits, in the precision of the dots."""
-    pair_slopes: Callable[[Array, float], Array | float]
-    """(dots, scale) -> slopes."""
-
-    @property
-    def linear(self) -> bool:
-        """Whether adding one vector to all keys adds the same to all logits of a row."""
-        return self.tile_slopes is None
+LOG2E = 1.0 / math.log(2.0)
 
 
 @dataclass(frozen=True)
 class Score:
-    """One score."""
+    """One score.
+
+    The derivative of a logit by its dot product is the factor, which all pairs share, times the pair's slope.
+    """
 
     name: str
     header: str
-    teacher: Meaning
-    student: Meaning
+    struct: str
+    """The type of the device that says it."""
+    formula: str
+    """The natural logit in Python, of `dot` and the side's `scale`, with numpy's functions: for people, and for tests.
+    """
+    numbers: Callable[[float], dict[str, float]]
+    """What the device reads of a side, of its scale; "scale" is one of them."""
+    factor: Callable[[float], float]
+    """Of the side's scale."""
+    largest_slope: float
+    """A bound of slopes, by which gradients of logits are kept in the range of float16."""
+    linear: bool
+    """Whether adding one vector to all keys adds the same to all logits of a row; slopes are 1 then."""
+    tile_logits: Callable[[Array, float, Array | None], Array]
+    """(dots, scale, where slopes go) -> logits in base 2; the dots may be overwritten. Slopes are of scores that are
+    not linear, and asked for where they are not None."""
+    pair_logits: Callable[[Array, float], Array]
+    """(dots, scale) -> natural logits, in the precision of the dots."""
+    pair_slopes: Callable[[Array, float], Array | float]
+    """(dots, scale) -> slopes."""
+    positive: bool = False
+    """Whether the scale must be positive; it is 1 by default then."""
+    proportional: bool = True
+    """Whether logits are proportional to the scale. A cap is kept by dividing that."""
+    cap_header: str = ""
+    """Of the cap, where there is one."""
 
     @property
-    def sides(self) -> tuple[Meaning, Meaning]:
-        """The teacher's and the student's."""
-        return self.teacher, self.student
+    def headers(self) -> tuple[str, ...]:
+        return (self.header, self.cap_header) if self.cap_header else (self.header,)

@@ -1,0 +1,23 @@
+// The logit is the scaled dot product where that is positive, else 0.
+#pragma once
+#include "scores/interface.cuh"
+
+struct Relu {
+    static constexpr bool kLinear = false;
+    __device__ static float factor(float scale) { return scale; }
+    template <class N>
+    __device__ static float prepare(float dot, const N& n) {
+        return dot * (.5f * n.scale);
+    }
+    __device__ static bool usual(float) { return true; }
+    __device__ static float tame(float half) { return half; }
+    // 2 max(0, half), exactly, and a NaN for a NaN or -Inf.
+    template <class N>
+    __device__ static float finish(float half, const N&) {
+        return half + fabsf(half);
+    }
+    template <class N>
+    __device__ static float slope(float logit, const N&) {
+        return logit > 0.f ? 1.f : 0.f;
+    }
+};
