@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from streamkl_cupy.compiler.source import cuda_root, flatten
-from streamkl_cupy.kernels.structs import EXTENTS, FORWARD, row_tiles
+from streamkl_cupy.kernels.structs import EXTENTS, args_of, row_tiles
 from streamkl_cupy.kernels.work_tiles import cut, survey
 from streamkl_cupy.launch import _mask_words
 from streamkl_cupy.options import parse
@@ -162,7 +162,7 @@ def walkers(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Walker]:
                 "SKL_SHARED": 1, "SKL_LEAST_STEPS": 2,
             }  # fmt: skip
             slots = {"mask": (*(part.header for part in entries), "masks/all.cuh")}
-            text = SHIM + flatten("kernels/walk.cu", constants, slots, root, FORWARD.text)
+            text = SHIM + flatten("kernels/walk.cu", constants, slots, root, args_of().forward.text)
             made[key] = compiled(folder / f"walk{len(made)}", text)
         return made[key]
 
@@ -193,7 +193,7 @@ def complaint(folder: Path, parts: tuple[str, ...], line: str = "") -> str:
     slots = {"mask": (*(part.header for part in entries), "masks/all.cuh")}
     text = (
         SHIM
-        + flatten("kernels/ask.cu", constants, slots, root, FORWARD.text)
+        + flatten("kernels/ask.cu", constants, slots, root, args_of().forward.text)
         + "static const int size = sizeof(Asked);\n"
     )
     done = subprocess.run(
