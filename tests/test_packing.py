@@ -67,7 +67,11 @@ def paths(name: str) -> dict[str, str]:
     found = {f"{x}.pointer": "Q" for x in tensors}
     found |= {f"{x}.{axis}": "q" for x, axes in tensors.items() for axis in axes}
     counts = "batch heads queries keys teacher_group student_group tiles head_group splits sequences"
-    found |= {f"n.{x}": "i" for x in counts.split()} | {"n.mask": "12q", "teacher_scale": "f", "student_scale": "f"}
+    found |= {f"n.{x}": "i" for x in counts.split()} | {
+        "n.mask": "12q",
+        "teacher_numbers.scale": "f",
+        "student_numbers.scale": "f",
+    }
     partials = {"partial_slots": "i", "partial_arrivals": "Q", "partial_sums": "Q"}
     found |= {"workspace": "Q"} if forward else {"out_scale": "f", **partials}
     if "Fused" in name:
@@ -196,8 +200,8 @@ class Call:
             "n.teacher_group": 2, "n.student_group": 4,
             **{f"n.{x}": getattr(kernel.schedule, x) for x in ("tiles", "head_group", "splits")},
             "n.mask": (*mask, *[0] * (12 - len(mask))),
-            "teacher_scale": pytest.approx(p.teacher.scale * LOG2E),
-            "student_scale": pytest.approx(p.student.scale * LOG2E),
+            "teacher_numbers.scale": pytest.approx(p.teacher.scale * LOG2E),
+            "student_numbers.scale": pytest.approx(p.student.scale * LOG2E),
         }  # fmt: skip
         for name, view in self.inputs.items():
             found[f"{name}.pointer"] = view.ptr

@@ -22,6 +22,7 @@ from streamkl_cupy.cli import catalogue
 from streamkl_cupy.compiler.source import cuda_root, flatten
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.kernels.structs import args_of
+from streamkl_cupy.launch import template
 from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.planning import make_plan
 from streamkl_cupy.problem import INPUT_NAMES
@@ -413,6 +414,17 @@ def test_a_cap_is_a_number_in_the_arguments() -> None:
     assert not texts[0] & texts[2]
     plain = streamkl_cupy.plan(x, x, x, x, arch="sm_90")
     assert plans[2] == plain
+    for plan, cap in zip(plans, (30.0, 50.0, None), strict=True):
+        for kernel in (plan.forward, plan.gradient("teacher_q"), *(fused.main for fused in plan.fused)):
+            packed = template(plan.problem, kernel)
+
+            def number(name: str, kernel: Any = kernel, packed: bytes = packed) -> float:
+                (at,) = (leaf.offset for path, leaf in kernel.args.leaves.items() if path.endswith(f"_numbers.{name}"))
+                return float(np.frombuffer(packed, np.float32, 1, at)[0])
+
+            if cap is not None:
+                assert number("cap") == pytest.approx(cap * LOG2E)
+                assert number("per_cap") == pytest.approx(1 / (cap * LOG2E))
 
 
 @pytest.mark.parametrize("name", SCORES)
