@@ -154,7 +154,7 @@ def _loss(operands: tuple[Any, ...], given: dict[str, Any], *, return_entropy: b
     if door is not None:
         return door.loss(call, asked)
     ready = call.ready()
-    view = ready.inputs.student_q
+    view = ready.inputs[call.op.at]
     weight = None if row_weight is None else validate.row_weight(row_weight, ready.checked.row_shape, view)
     if view.framework not in frameworks.OWN:
         named = zip((*ATTENTION_KL.names, "row_weight"), (*operands, row_weight), strict=True)
@@ -179,7 +179,7 @@ def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse
     call = Call.of(ATTENTION_KL, operands, given)
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
-    like = ready.inputs.student_q
+    like = ready.inputs[call.op.at]
     if (door := frameworks.door(like.framework)) is not None:
         return door.forward(call, dense_teacher_lse)
     stats = ready.forward()
@@ -202,7 +202,7 @@ def _backward(
     wrt = validate.wanted(call.op, wrt)
     moments = validate.rows_given(call.op, kl, moments, call.options.divergence, wrt)
     ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl, moments))
-    like = ready.inputs.student_q
+    like = ready.inputs[call.op.at]
     ready.checked.backward_bytes(wrt)
     if (door := frameworks.door(like.framework)) is not None:
         return door.backward(call, (grad, teacher_lse, student_lse, kl, moments), wrt)  # type: ignore[no-any-return]
@@ -222,7 +222,7 @@ def _value_and_grad(
             "call attention_kl_forward and attention_kl_backward"
         )
     ready = call.ready()
-    like = ready.inputs.student_q
+    like = ready.inputs[call.op.at]
     framework = FRAMEWORKS[like.framework]
     ready.checked.backward_bytes(wrt)
     if row_weight is not None:
@@ -272,7 +272,7 @@ def _dense_rows(dense: Any, ready: Ready) -> ArrayView | None:
     if dense is None:
         return None
     view = describe("dense_teacher_lse", dense)
-    validate.row_array(view, ready.checked.row_shape, ready.checked.stat_dtype, ready.inputs.student_q)
+    validate.row_array(view, ready.checked.row_shape, ready.checked.stat_dtype, ready.inputs[ready.checked.at])
     return view._replace(array=FRAMEWORKS[view.framework].detached(view.array))
 
 

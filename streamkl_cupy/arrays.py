@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,7 +32,11 @@ class ArrayView(NamedTuple):
 
     def at(self, ptr: int, array: Any) -> ArrayView:
         """The view of another array that looks like this one."""
-        return ArrayView(*self[:6], ptr, array)
+        return view_of((*self[:6], ptr, array))
+
+
+view_of: Callable[[tuple[Any, ...]], ArrayView] = partial(tuple.__new__, ArrayView)
+"""A view of its fields in their order, in a third of the time: what calls make several of."""
 
 
 class Inputs(NamedTuple):

@@ -48,7 +48,8 @@ class Call(NamedTuple):
         op, operands, options, given = self
         saved = None if rows is None else rows.views()
         inputs = Inputs(*map(describe, op.names, operands))
-        masks = view_masks(given, inputs.student_q.framework)
+        like = inputs[op.at]
+        masks = view_masks(given, like.framework)
         checked = prepare(inputs, options, masks)
         if rows is not None and saved is not None:
             if rows.alike and not saved.grad.shape:
@@ -57,16 +58,17 @@ class Call(NamedTuple):
             for view in saved:
                 if view is not None:
                     shape = checked.extra_rows.get(view.name, checked.row_shape)
-                    validate.row_array(view, shape, checked.stat_dtype, inputs.student_q)
+                    validate.row_array(view, shape, checked.stat_dtype, like)
         return Ready(inputs, masks, checked, saved)
 
     def problem(self, device: Device | None = None) -> Problem:
         """The problem of arrays or stand-ins, as a call with them would have it, or would on `device`."""
         inputs = outline(self.op, self.operands, device)
+        like = inputs[self.op.at]
         options = self.options
         if options.deterministic is None:
-            options = options._replace(deterministic=as_framework_says(inputs.student_q))
-        return validate.to_problem(inputs, options, outline_masks(self.masks, inputs.student_q, device))
+            options = options._replace(deterministic=as_framework_says(like))
+        return validate.to_problem(inputs, options, outline_masks(self.masks, like, device))
 
 
 class SavedArrays(NamedTuple):
@@ -90,6 +92,10 @@ class Checked(NamedTuple):
 
     runner: Runner
     problem: Problem
+    at: int
+    """Which of the inputs has the call's framework, device and stream."""
+    rows: tuple[str, ...]
+    """Names of what a forward always writes."""
     row_shape: tuple[int, ...]
     stat_dtype: str
     workspace_bytes: int
@@ -120,8 +126,9 @@ class Ready(NamedTuple):
 
     def forward(self) -> RowStats:
         """Allocate row results and launch."""
-        like = self.inputs.student_q
-        outputs = frameworks.empty_rows(like, self.checked.row_shape, self.checked.stat_dtype)
+        checked = self.checked
+        like = self.inputs[checked.at]
+        outputs = RowStats(*frameworks.empty_rows(like, checked.rows, checked.row_shape, checked.stat_dtype))
         if self.checked.extra_rows:
             outputs = outputs._replace(**self.empty_extra_rows())
         self.launch(outputs)
@@ -131,13 +138,13 @@ class Ready(NamedTuple):
 
     def empty_extra_rows(self) -> dict[str, ArrayView]:
         """Memory for what else there is of the rows."""
-        like, dtype = self.inputs.student_q, self.checked.stat_dtype
+        like, dtype = self.inputs[self.checked.at], self.checked.stat_dtype
         return {name: frameworks.empty(like, shape, dtype) for name, shape in self.checked.extra_rows.items()}
 
     def launch(self, outputs: RowStats) -> None:
         """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
         inputs, masks, checked, _ = self
-        like = inputs.student_q
+        like = inputs[checked.at]
         stream = frameworks.stream_of(like)
         if checked.workspace_bytes:
             workspace = frameworks.empty(like, (checked.workspace_bytes // 4,), "float32")
@@ -149,7 +156,7 @@ class Ready(NamedTuple):
         """Allocate the gradients named in `wrt` and launch; None for the others."""
         inputs, masks, checked, saved = self
         assert saved is not None
-        like, size = inputs.student_q, checked.backward_bytes(wrt)
+        like, size = inputs[checked.at], checked.backward_bytes(wrt)
         framework = FRAMEWORKS[like.framework]
         outputs = Gradients(
             *[framework.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs]
@@ -209,7 +216,7 @@ class _Look(NamedTuple):
     ready: Ready
 
 
-# Calls that have been checked, by options and the shape of student_q; of each few looks, the last ones.
+# Calls that have been checked, by options and the shape of the operand `like` which all are; of each the last looks.
 _looks: dict[Any, tuple[_Look, ...]] = {}
 LOOKS = 8
 
@@ -227,7 +234,7 @@ def _recalled(framework: Framework, call: Call, rows: SavedArrays | None) -> Rea
         # What has no memory, or does not begin where most arrays do, is looked at anew.
         if not all(addresses) or (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15:
             return None
-        if ready.inputs.student_q.device.kind == "cuda" and generation() != _cuda_generation:
+        if ready.inputs[call.op.at].device.kind == "cuda" and generation() != _cuda_generation:
             _check_fork()
         return ready.of(arrays, addresses)
     return None
@@ -297,6 +304,8 @@ def prepare(inputs: Inputs, options: Options, masks: MaskArrays | None = None) -
         checked = Checked(
             runner,
             problem,
+            problem.operation.at,
+            problem.operation.rows,
             problem.row_shape,
             problem.stat_dtype,
             runner.workspace_bytes,

@@ -107,7 +107,7 @@ class _Kernel:
         """The launches on these arguments.
 
         Args:
-            inputs: addresses of the four operands.
+            inputs: addresses of the operands.
             others: (field, or array of the mask; what it is in this call) of everything else.
             rows: packed row vectors in place of the template's.
         """
@@ -208,10 +208,12 @@ class Runner:
         `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split, and a mask of
         keys cannot be. `masks` has the arrays that the problem's mask names.
         """
-        a, b, c, d = inputs
-        x, y, z, entropy, moments = outputs
-        others = None if entropy is None and moments is None else (entropy and entropy.ptr, moments and moments.ptr)
-        key = (a.ptr, b.ptr, c.ptr, d.ptr, x.ptr, y.ptr, z.ptr, others, workspace, masks and _mask_key(masks))
+        key = (
+            tuple([x.ptr for x in inputs]),
+            tuple([0 if x is None else x.ptr for x in outputs]),
+            workspace,
+            masks and _mask_key(masks),
+        )
         before = self._make_current()
         try:
             commands = self._forwards.get(key)
@@ -238,9 +240,9 @@ class Runner:
         `workspace` is the address of `room` bytes, `backward_bytes(wrt)` unless given. With less than these,
         no row tile is shared, with still less each gradient has its own kernel, and with none a mask of keys cannot be.
         """
-        a, b, c, d = inputs
         key = (
-            (a.ptr, b.ptr, c.ptr, d.ptr, workspace, room),
+            tuple([x.ptr for x in inputs]),
+            (workspace, room),
             tuple([0 if x is None else x.ptr for x in outputs]),
             tuple([None if x is None else (x.ptr, x.strides) for x in saved]),
             masks and _mask_key(masks),
@@ -289,7 +291,7 @@ class Runner:
         rows: bytes = b"",
     ) -> Iterator[Command]:
         """What the request runs on these arrays, in order."""
-        addresses = (inputs[0].ptr, inputs[1].ptr, inputs[2].ptr, inputs[3].ptr)
+        addresses = tuple([x.ptr for x in inputs])
         read: list[tuple[str, int]] = []
         if masks is not None and request.launches:
             if request.bits:

@@ -499,7 +499,7 @@ def _launch(call: Call) -> tuple[Tensor, ...]:
     """All rows that an operator gives, empty where the call does not have them."""
     ready = call.ready()
     # An allocation each, where the direct path makes one for three: operator outputs must not share memory.
-    like, dtype = ready.inputs.student_q, ready.checked.stat_dtype
+    like, dtype = ready.inputs[call.op.at], ready.checked.stat_dtype
     three = [frameworks.empty(like, ready.checked.row_shape, dtype) for _ in range(3)]
     rows = RowStats(*three, **ready.empty_extra_rows())
     ready.launch(rows)

@@ -7,6 +7,7 @@ here touches the contents of an array, and nothing has been launched or allocate
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from .arguments import a_kind_of, choice, listed, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
 from .frameworks import conversion, framework_of
 from .frameworks.base import dtype_label, known
-from .ops import ATTENTION_KL, Op
+from .ops import ATTENTION_KL, Op, OperandSpec
 from .options import LAYOUTS, REDUCTIONS, LossOptions, Options
 from .planning import no_gradients
 from .problem import Operand, Problem, Side, canonical_strides, compact_strides
@@ -159,23 +160,7 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
     if packing is not None:
         packing.check(chosen, given, {view.name: view.shape for view in inputs})
         chosen = chosen._replace(layout=packing.layout)
-    if not 2 <= len(tq.shape) <= 4:
-        raise ValueError(
-            f"teacher_q: shape {tq.shape} has {len(tq.shape)} axes; allowed are 4, {LAYOUTS[chosen.layout]}, "
-            f"3 without batch, and 2 without heads"
-        )
-    for view in inputs[1:]:
-        if len(view.shape) != len(tq.shape):
-            raise ValueError(
-                f"{view.name}: shape {view.shape} has {len(view.shape)} axes, but teacher_q {tq.shape} has "
-                f"{len(tq.shape)}; all four inputs have the same number"
-            )
-    extents = {view.name: _extents(view, chosen.layout) for view in inputs}
-    for side, q, k in (("teacher", tq, tk), ("student", sq, sk)):
-        _check_side(side, q, k, extents, ATTENTION_KL.operand[q.name].max_dim)
-    for axis, (what, plural) in enumerate((("batch", "batch entries"), ("query heads", "heads"), ("queries", "rows"))):
-        _must_agree("student_q", "teacher_q", what, plural, extents, axis)
-    _must_agree("student_k", "teacher_k", "keys", "keys", extents, 2)
+    extents = _operands(ATTENTION_KL, inputs, chosen.layout)
     batch, heads, queries, _ = extents["teacher_q"]
     keys = extents["teacher_k"][2]
     sizes = rules.Extents(batch, heads, queries, keys, len(tq.shape))
@@ -306,41 +291,83 @@ def row_weight(weight: Any, row_shape: tuple[int, ...], like: ArrayView) -> Any:
     return weight
 
 
-def _check_side(
-    side: str, q: ArrayView, k: ArrayView, extents: dict[str, tuple[int, int, int, int]], limit: int
-) -> None:
-    for view in (q, k):
+_Extents = dict[str, tuple[int, int, int, int]]
+
+
+def _operands(op: Op, views: Sequence[ArrayView], layout: str) -> _Extents:
+    """Check operands against each other, as the operation says; (batch, heads, rows, columns) of each."""
+    first = views[0]
+    rank = len(first.shape)
+    if not 2 <= rank <= 4:
+        raise ValueError(
+            f"{first.name}: shape {first.shape} has {rank} axes; allowed are 4, {LAYOUTS[layout]}, "
+            f"3 without batch, and 2 without heads"
+        )
+    for view in views[1:]:
+        if len(view.shape) != rank:
+            raise ValueError(
+                f"{view.name}: shape {view.shape} has {len(view.shape)} axes, but {first.name} {first.shape} has "
+                f"{rank}; all inputs have the same number"
+            )
+    extents = {view.name: _extents(view, layout) for view in views}
+    of = {view.name: view for view in views}
+    for side in op.sides:
+        _one_type(op, [of[x.name] for x in op.side(side)])
+    for x, axis, other in op.alike:
+        _must_agree(x, other, axis, extents)
+    for x in op.operands:
+        dim = extents[x.name][3]
+        if dim < 1:
+            raise ValueError(f"{x.name}: head dim 0; allowed are 1 to {x.max_dim} for the {x.side}")
+        if dim > x.max_dim:
+            raise NotImplementedError(f"{x.name}: head dim {dim}; built are 1 to {x.max_dim} for the {x.side}")
+    for x in op.operands:
+        if x.rows == "k":
+            q = next(other for other in op.side(x.side) if other.rows == "q")
+            _divide(x.name, extents[x.name][1], q.name, extents[q.name][1])
+    return extents
+
+
+def _one_type(op: Op, views: Sequence[ArrayView]) -> None:
+    """Check the element types of the operands of a side."""
+    for view in views:
         if view.dtype == "float64" and view.device.kind == "cuda":
             raise TypeError(
                 f"{view.name} is float64 on {view.device}; allowed on CUDA are bfloat16, float16 and float32. "
                 f"Convert to float32, or compute on the CPU, which has float64"
             )
-    if q.dtype != k.dtype:
-        raise TypeError(
-            f"{k.name} is {k.dtype}, but {q.name} is {q.dtype}; queries and keys of one side share a dtype (teacher "
-            f"and student may differ)"
-        )
-    _must_agree(k.name, q.name, "head dim", "columns", extents, 3)
-    _must_agree(k.name, q.name, "batch", "batch entries", extents, 0)
-    dim, heads, key_heads = extents[q.name][3], extents[q.name][1], extents[k.name][1]
-    if dim < 1:
-        raise ValueError(f"{q.name}: head dim 0; allowed are 1 to {limit} for the {side}")
-    if dim > limit:
-        raise NotImplementedError(f"{q.name}: head dim {dim}; built are 1 to {limit} for the {side}")
+    first = views[0]
+    for view in views[1:]:
+        if view.dtype != first.dtype:
+            differ = f" ({' and '.join(op.sides)} may differ)" if len(op.sides) > 1 else ""
+            raise TypeError(
+                f"{view.name} is {view.dtype}, but {first.name} is {first.dtype}; queries and keys of one side share "
+                f"a dtype{differ}"
+            )
+
+
+def _divide(name: str, key_heads: int, other: str, heads: int) -> None:
     if (key_heads == 0) != (heads == 0) or (key_heads and heads % key_heads):
         raise ValueError(
-            f"{k.name}: {key_heads} key heads do not divide the {heads} query heads of {q.name}; every key head must "
+            f"{name}: {key_heads} key heads do not divide the {heads} query heads of {other}; every key head must "
             f"serve the same number of query heads"
         )
 
 
-def _must_agree(
-    name: str, other: str, what: str, plural: str, extents: dict[str, tuple[int, int, int, int]], axis: int
-) -> None:
-    have, want = extents[name][axis], extents[other][axis]
+def _must_agree(x: OperandSpec, other: OperandSpec, axis: int, extents: _Extents) -> None:
+    have, want = extents[x.name][axis], extents[other.name][axis]
     if have != want:
+        q = x.rows == "q"
+        what, plural = (
+            ("batch", "batch entries"),
+            ("query heads" if q else "key heads", "heads"),
+            ("queries", "rows") if q else ("keys", "keys"),
+            ("head dim", "columns"),
+        )[axis]
         hint = "; an op that sums over a teacher's heads is not built" if what == "query heads" else ""
-        raise ValueError(f"{name}: {have} {plural}, but {other} has {want}; both must share the {what} axis{hint}")
+        raise ValueError(
+            f"{x.name}: {have} {plural}, but {other.name} has {want}; both must share the {what} axis{hint}"
+        )
 
 
 def _extents(view: ArrayView, layout: str) -> tuple[int, int, int, int]:

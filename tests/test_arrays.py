@@ -215,9 +215,10 @@ def test_torch_allocates_plain_tensors(torch: Any) -> None:
     x = describe("q", torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True))
     out = frameworks.empty(x, (4, 5), "bfloat16")
     assert (out.array.dtype, out.strides, out.array.requires_grad) == (torch.bfloat16, (5, 1), False)
-    rows = frameworks.empty_rows(x, (2, 3), "float32")
-    for view, plane in zip(rows, (0, 1, 2), strict=True):
-        assert view.ptr == view.array.data_ptr() == rows.kl.ptr + plane * 24
+    rows = frameworks.empty_rows(x, ("a", "b", "c"), (2, 3), "float32")
+    assert [view.name for view in rows] == ["a", "b", "c"]
+    for plane, view in enumerate(rows):
+        assert view.ptr == view.array.data_ptr() == rows[0].ptr + plane * 24
         assert view.strides == view.array.stride() == (3, 1)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import arrays, call, frameworks, patterns, planning
+from streamkl_cupy.arrays import RowStats
 from streamkl_cupy.call import Call
 from streamkl_cupy.kernels import KERNELS, gpus, shares, work_tiles
 from streamkl_cupy.ops import ATTENTION_KL
@@ -107,7 +108,7 @@ def test_splitting_changes_only_the_last_bits(cupy_only: Any, rng: Any) -> None:
     inputs = cupy_only.arrays(case)
     ready = Call.of(ATTENTION_KL, tuple(inputs), {}).ready()
     views = ready.inputs
-    whole = frameworks.empty_rows(views.student_q, ready.checked.row_shape, "float32")
+    whole = RowStats(*frameworks.empty_rows(views.student_q, ATTENTION_KL.rows, ready.checked.row_shape, "float32"))
     ready.checked.runner.forward(views, whole, frameworks.stream_of(views.student_q))
     split = streamkl_cupy.attention_kl_forward(*inputs)
     for got, expected in zip(split, whole, strict=True):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy import numpy_backend, patterns
+from streamkl_cupy.arrays import RowStats
 from streamkl_cupy.call import Call
 from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import MASK_ARRAYS
@@ -675,7 +676,9 @@ def test_bad_values_leave_outputs_alone() -> None:
     inputs = ready.inputs
     from streamkl_cupy import frameworks
 
-    outputs = frameworks.empty_rows(inputs.student_q, ready.checked.row_shape, ready.checked.stat_dtype)
+    outputs = RowStats(
+        *frameworks.empty_rows(inputs.student_q, ATTENTION_KL.rows, ready.checked.row_shape, ready.checked.stat_dtype)
+    )
     for view in outputs:
         view.array[...] = 7
     with pytest.raises(ValueError, match="key_lengths"):

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 
 from ..arguments import a_kind_of
-from ..arrays import ITEMSIZE, ArrayView, RowStats
+from ..arrays import ITEMSIZE, ArrayView
 from ..options import MASK_ARRAYS
 from ..problem import Device, compact_strides
 from ..rules.registry import entries_of
@@ -136,9 +136,9 @@ def empty(like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
     return FRAMEWORKS[like.framework].empty(like, shape, dtype)
 
 
-def empty_rows(like: ArrayView, shape: tuple[int, ...], dtype: str) -> RowStats:
-    """The three row arrays, likewise."""
-    return FRAMEWORKS[like.framework].empty_rows(like, shape, dtype)
+def empty_rows(like: ArrayView, names: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> list[ArrayView]:
+    """Row arrays of these names, likewise."""
+    return FRAMEWORKS[like.framework].empty_rows(like, names, shape, dtype)
 
 
 def door(framework: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..arrays import ITEMSIZE, ArrayView, RowStats, compact
+from ..arrays import ITEMSIZE, ArrayView, compact, view_of
 from ..problem import Device
 
 Reader = Callable[..., ArrayView]
@@ -81,18 +81,20 @@ class Framework:
         """View of a new array."""
         array = self.allocate(like, shape, dtype)
         strides, _ = compact(shape, 0)
-        return ArrayView(like.name, self.name, like.device, dtype, shape, strides, self.address(array), array)
+        return view_of((like.name, self.name, like.device, dtype, shape, strides, self.address(array), array))
 
-    def empty_rows(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> RowStats:
-        """The three row arrays in one allocation, which costs the host more than all the rest of a call."""
-        ptr, (kl, teacher_lse, student_lse) = self.allocate_planes(like, 3, shape, dtype)
+    def empty_rows(
+        self, like: ArrayView, names: tuple[str, ...], shape: tuple[int, ...], dtype: str
+    ) -> list[ArrayView]:
+        """Row arrays of these names in one allocation, which costs the host more than all the rest of a call."""
+        ptr, planes = self.allocate_planes(like, len(names), shape, dtype)
         strides, step = compact(shape, ITEMSIZE[dtype])
         framework, device = self.name, like.device
-        return RowStats(
-            ArrayView("kl", framework, device, dtype, shape, strides, ptr, kl),
-            ArrayView("teacher_lse", framework, device, dtype, shape, strides, ptr + step, teacher_lse),
-            ArrayView("student_lse", framework, device, dtype, shape, strides, ptr + 2 * step, student_lse),
-        )
+        views = []
+        for name, x in zip(names, planes):
+            views.append(view_of((name, framework, device, dtype, shape, strides, ptr, x)))
+            ptr += step
+        return views
 
     def stream(self, device: Device) -> int:
         """Handle of the current stream of a GPU."""

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from ..arguments import a_kind_of, kind_of
-from ..arrays import ArrayView, RowStats
+from ..arrays import ArrayView
 from ..concurrency.locks import ForkLock
 from ..numpy_backend.elements import widen
 from ..problem import Device
@@ -101,8 +101,10 @@ class Guest(Framework):
     def empty(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> ArrayView:
         return self.computes(like.device).empty(like, shape, dtype)
 
-    def empty_rows(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> RowStats:
-        return self.computes(like.device).empty_rows(like, shape, dtype)
+    def empty_rows(
+        self, like: ArrayView, names: tuple[str, ...], shape: tuple[int, ...], dtype: str
+    ) -> list[ArrayView]:
+        return self.computes(like.device).empty_rows(like, names, shape, dtype)
 
     def stream(self, device: Device) -> int:
         return self.computes(device).stream(device)

@@ -14,10 +14,10 @@ STUDENT: Final[Wrt] = ("student_q", "student_k")
 OP = Op(
     name="attention_kl",
     operands=(
-        OperandSpec("teacher_q", "teacher", "q", max_dim=576),
-        OperandSpec("teacher_k", "teacher", "k", max_dim=576),
-        OperandSpec("student_q", "student", "q", max_dim=256),
-        OperandSpec("student_k", "student", "k", max_dim=256),
+        OperandSpec("teacher_q", "teacher", "q", "H", "D_t", max_dim=576),
+        OperandSpec("teacher_k", "teacher", "k", "H_t", "D_t", max_dim=576),
+        OperandSpec("student_q", "student", "q", "H", "D_s", max_dim=256),
+        OperandSpec("student_k", "student", "k", "H_s", "D_s", max_dim=256),
     ),
     like="student_q",
     rows=("kl", "teacher_lse", "student_lse"),

@@ -19,8 +19,18 @@ class OperandSpec(NamedTuple):
     """The distribution that it belongs to."""
     rows: Literal["q", "k"]
     """Whether its rows are queries or keys, as kernels name them."""
+    heads: str
+    """A letter for how many it has; operands with one letter have equally many. Those of keys divide those of the
+    queries of their side."""
+    dim: str
+    """The same of its columns."""
     max_dim: int
-    """Of its rows, on any device."""
+    """Most columns, on any device."""
+
+    @property
+    def axes(self) -> tuple[str, str, str, str]:
+        """Batch, heads, rows and columns by letter."""
+        return ("B", self.heads, "M" if self.rows == "q" else "N", self.dim)
 
 
 class Task(NamedTuple):
@@ -88,6 +98,17 @@ class Op:
     def sides(self) -> tuple[str, ...]:
         """Each once, in the order of its operands."""
         return tuple(dict.fromkeys(x.side for x in self.operands))
+
+    @cached_property
+    def alike(self) -> tuple[tuple[OperandSpec, int, OperandSpec], ...]:
+        """(operand, axis, operand): what has an axis in common with which before it, of its own side where one has."""
+        found = []
+        for i, x in enumerate(self.operands):
+            before = sorted(self.operands[:i], key=lambda other: other.side != x.side)
+            for axis in (3, 0, 1, 2):
+                other = next((other for other in before if other.axes[axis] == x.axes[axis]), None)
+                found += [(x, axis, other)] if other else []
+        return tuple(found)
 
     @cached_property
     def operand(self) -> dict[str, OperandSpec]:
