@@ -405,6 +405,7 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "mask": _mask_words(problem, lists)[0],
         "out_scale": Work(problem, task).side.scale,
         "partial_slots": schedule.partial_slots,
+        "heads_together": schedule.heads_together,
     }
     for name, side in (("teacher", problem.teacher), ("student", problem.student)):
         numbers |= {f"{name}_numbers.{x}": value for x, value in score_of(side).numbers(side.scale).items()}

@@ -83,5 +83,5 @@ extern "C" __global__ void __launch_bounds__(kThreads + 256, 1)
     Sums out;
     Scores score_side, grad_side;
     Held held;
-    Consumer(all.fused.base, shared, items, thread, out, score_side, grad_side, held).run();
+    Consumer(all.fused, shared, items, thread, out, score_side, grad_side, held).run();
 }

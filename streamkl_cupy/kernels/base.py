@@ -95,6 +95,12 @@ class Work:
         """Query heads whose gradients a block sums."""
         return max(self.problem.heads // max(self.heads, 1), 1)
 
+    def streamed_heads(self, columns: int) -> int:
+        """The same, or packs of those in tiles of so many streamed rows."""
+        if not self.packed_rows:
+            return self.group
+        return self.group // self.sharing_heads * -(-self.sharing_heads * self.packed_rows // columns)
+
     @property
     def streamed_rows(self) -> int:
         """Rows that are streamed past the stationary ones of a sequence, of all heads of a block."""
@@ -234,7 +240,8 @@ class KernelPlan:
             shape.append(f"{counted(t.rows, 'row')} x {counted(t.columns, 'column')}")
             shape.append(f"{counted(t.stages, 'stage')}, {self.smem_bytes} B shared")
         if s.packed_rows:
-            heads = min(t.rows // s.packed_rows, s.heads_together) if t else s.heads_together
+            rows = (t.columns if self.task.stationary == "k" else t.rows) if t else s.heads_together * s.packed_rows
+            heads = min(rows // s.packed_rows, s.heads_together)
             shape.append(f"{counted(heads, 'head')} packed into {counted(heads * s.packed_rows, 'row')}")
         if s.splits > 1 and s.partial_bytes:
             shape.append(f"row tiles shared by up to {s.splits} blocks, partial sums {s.partial_bytes} B")
@@ -454,7 +461,7 @@ class Kernel(ABC, Generic[Row]):
             return False
         copies = work.pairs * max(work.problem.sequences, 1)
         return any(
-            number(work.group * steps, copies, facts.multiprocessors) > 1
+            number(work.streamed_heads(tile.columns) * steps, copies, facts.multiprocessors) > 1
             for steps in shapes_of(work.problem, tile.rows, tile.columns, work.rows_are_keys)
         )
 
@@ -495,7 +502,8 @@ def shared(plan: KernelPlan, work: Work, facts: DeviceFacts) -> KernelPlan:
     assert tile
     if not tile.shared:
         return plan
-    steps = work.group * steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
+    packed = replace(work, packed_rows=whole.packed_rows)
+    steps = packed.streamed_heads(tile.columns) * steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
     shares = number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors)
     if shares == 1:
         return plan

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from ..rules.masks import parts_of
 from .base import MAX_GRID, Box, KernelPlan, TileRow, Work
 from .gpus import GPUS, DeviceFacts
-from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
+from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks, packed_rows
 from .structs import Regions, fused_workspace, partials, row_tiles
 
 MAX_OUT = 192
@@ -173,6 +173,15 @@ class _Fused(Hopper[_Row]):
             return None, f"registers hold no shares of few row tiles beside a gradient of {work.out_dim} columns"
         return tile, reason
 
+    def packed(self, work: Work) -> Work:
+        rows = packed_rows(work)
+        # Else the rows of one head fill half of a tile, or those of all that share its keys do not; or registers are few.
+        worth = 2 * rows <= COLUMNS and 2 * min(work.sharing_heads, COLUMNS // max(rows, 1)) * rows >= COLUMNS
+        return replace(work, packed_rows=rows if worth and work.mask_level < 2 else 0)
+
+    def fills(self, work: Work) -> bool:
+        return super().fills(work) or self.packed(work).packed_rows > 0
+
     def lacks(self, work: Work) -> str:
         if work.out_dim > MAX_OUT:
             return f"registers hold gradients of head dims up to {MAX_OUT}"
@@ -192,7 +201,10 @@ class _Fused(Hopper[_Row]):
         return tuple(x for row in _TABLE for x in (replace(row, direct=True), row))
 
     def fitting(self, work: Work, facts: DeviceFacts) -> tuple[_Row, ...]:
-        return tuple(row for row in super().fitting(work, facts) if not row.direct or work.problem.keys <= row.rows)
+        fitting = super().fitting(work, facts)
+        if self.packed(work).packed_rows:  # which takes registers as a mask does
+            return tuple(row for row in fitting if not row.direct and row.max_mask > 0)
+        return tuple(row for row in fitting if not row.direct or work.problem.keys <= row.rows)
 
     def threads(self, tile: _Row) -> int:
         return THREADS
@@ -221,6 +233,7 @@ class _Fused(Hopper[_Row]):
         wide = tile.wide and not (masked and tile.direct)
         return {
             **super().constants(work, tile),
+            "SKL_PACKED_ROWS": work.packed_rows,
             "SKL_PIECES": int(tile.pieces),
             "SKL_KEPT_CHUNKS": kept,
             "SKL_SCORE_STAGES": score_stages,
@@ -255,6 +268,7 @@ class _Fused(Hopper[_Row]):
 
     def plans(self, work: Work, tile: _Row, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
         """What prepares the workspace, the pass, and, if it has sums, what makes them the gradient of the queries."""
+        work = self.packed(work)
         main = self.plan(work, tile, facts, reason)
 
         def helper(does: str) -> KernelPlan:
@@ -264,7 +278,7 @@ class _Fused(Hopper[_Row]):
         return (helper("prepare"), main) if tile.direct else (helper("prepare"), main, helper("finish"))
 
     def workspace_bytes(self, work: Work, tile: _Row) -> int:
-        return _workspace(work, tile).bytes(_entries(work))
+        return _workspace(work, tile).bytes(_entries(self.packed(work)))
 
 
 def _own_bytes(work: Work, tile: _Row) -> int:
@@ -310,6 +324,8 @@ def _workspace(work: Work, tile: _Row) -> Regions:
 def _entries(work: Work) -> int:
     """Tiles of queries in all, which are also the blocks of the kernels before and after."""
     problem = work.problem
+    if work.packed_rows:
+        return problem.batch * work.side.k.heads * work.streamed_heads(COLUMNS)
     return problem.batch * problem.heads * row_tiles(problem.queries, COLUMNS, problem.sequences)
 
 

@@ -43,7 +43,7 @@ class Hopper(Kernel[Row]):
             return "head dims must be multiples of 8"
         if 0 in (problem.batch, problem.heads, problem.queries, problem.keys):
             return "a tensor map cannot be empty"
-        if work.rows_are_keys and problem.queries < self.min_queries * max(problem.sequences, 1):
+        if work.rows_are_keys and not self.fills(work):
             return f"fewer than {self.min_queries} queries do not fill its pipeline"
         for name in problem.operation.names:
             if reason := no_map(problem.operand(name)):
@@ -51,6 +51,10 @@ class Hopper(Kernel[Row]):
         if reason := self.lacks(work):
             return reason
         return "" if self.fitting(work, facts) else "the head dims need more shared memory than there is"
+
+    def fills(self, work: Work) -> bool:
+        """Whether there are enough queries to stream."""
+        return work.problem.queries >= self.min_queries * max(work.problem.sequences, 1)
 
     def lacks(self, work: Work) -> str:
         """What else of the work this kernel cannot do."""

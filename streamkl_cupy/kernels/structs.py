@@ -325,7 +325,12 @@ def args_of(teacher: Names = ("scale",), student: Names = ("scale",)) -> Args:
     )
     fused = Struct(
         "FusedArgs",
-        (Field("base", gradient, "its `out` is the keys'"), Field("out_q", TENSOR4), Field("workspace", "u64")),
+        (
+            Field("base", gradient, "its `out` is the keys'"),
+            Field("out_q", TENSOR4),
+            Field("workspace", "u64"),
+            Field("heads_together", "int", "query heads whose rows may lie in one tile, one after the other"),
+        ),
         "both gradients of one side",
     )
     return Args(

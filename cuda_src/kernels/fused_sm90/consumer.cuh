@@ -81,18 +81,25 @@ __device__ inline void logit_gradients(Gradients& out, u32 to, Scores& score_sid
 // Where a consumer is in a work item: steps go over tiles and, within a tile, over its parts of the keys.
 struct Steps {
     const WorkItem& item;
+    const FusedArgs& args;
     const int group;
     Walk walk;
     int sub = 0;
 
-    __device__ Steps(const WorkItem& item, int group, const Extents& n)
-        : item(item), group(group), walk(walk_of(item, n)) {}
+    __device__ Steps(const WorkItem& item, int group, const FusedArgs& args)
+        : item(item), args(args), group(group), walk(walk_of(item, args.base.n)) {}
     __device__ bool more() const { return walk.more(); }
     __device__ int first() const {
         return (kReadAgain ? item.block.tile * kRows : walk.rows.begin) + 64 * group + sub * kSubRows;
     }
     __device__ bool idle() const { return first() >= item.segment.keys || !walk.may_see(first(), first() + 64); }
-    __device__ bool full() const { return walk.full(first(), first() + 64); }
+    __device__ bool full() const {
+        // Rows of a pack beyond the queries are zeros, those of heads beyond it may be anything.
+        if constexpr (kPacked) return whole() && walk.mask.full(0, item.segment.queries, first(), first() + 64);
+        return walk.full(first(), first() + 64);
+    }
+    // Whether the query head or pack has as many heads as a tile.
+    __device__ bool whole() const { return heads_of_pack(item.head, args.heads_together) == kTileHeads; }
     __device__ void advance() {
         if (++sub < kSubs) return;
         sub = 0;
@@ -109,6 +116,7 @@ using Sums = float[kSubs][kOutTiles][4];  // of dK
 using Held = HeldRows<kHeld>[kSubs];
 
 struct Consumer {
+    const FusedArgs& all;
     const GradientArgs& args;
     const Layout& shared;
     WorkItemRing& items;
@@ -126,15 +134,16 @@ struct Consumer {
     Scores &score_side, &grad_side;
     Held& held;
 
-    __device__ Consumer(const GradientArgs& args, const Layout& shared, WorkItemRing& items, Thread thread, Sums& out,
+    __device__ Consumer(const FusedArgs& all, const Layout& shared, WorkItemRing& items, Thread thread, Sums& out,
                         Scores& score_side, Scores& grad_side, Held& held)
-        : args(args),
+        : all(all),
+          args(all.base),
           shared(shared),
           items(items),
           group(thread.group),
           lane(thread.lane),
           warp_row(64 * group + 16 * ((threadIdx.x / 32) & 3)),
-          numbers{args.teacher_numbers, args.student_numbers},
+          numbers{all.base.teacher_numbers, all.base.student_numbers},
           ds_start(fragment_address(shared.base + kDsAt, warp_row, lane)),
           keys_score(swizzled_descriptor(shared.base + kScoreKeysAt + group * 64 * 128)),
           keys_grad(swizzled_descriptor(shared.base + kGradKeysAt + group * 64 * 128)),
@@ -177,7 +186,7 @@ private:
     // Runs of steps that see everything are pipelined. What is decided between steps is decided before products are
     // under way.
     __device__ void work(const WorkItem& item) {
-        Steps at(item, group, args.n);
+        Steps at(item, group, all);
         while (at.more()) {
             if (at.idle()) {
                 idle_step(at.sub);
@@ -456,8 +465,9 @@ private:
         Gradients dx;
         // From memory: registers are dear.
         const int first_key = at.item.block.tile * kRows + warp_row + Accumulators::first_row(lane) + SUB * kSubRows;
-        const auto visible = [&walk = at.walk, first_key](int column, int row) {
-            return walk.mask.visible(walk.row() + column, first_key + row);
+        const auto visible = [&at, first_key](int column, int row) {
+            if (kPacked && packed_head(column) >= heads_of_pack(at.item.head, at.args.heads_together)) return false;
+            return at.walk.mask.visible(at.walk.row() + packed_query(column), first_key + row);
         };
         logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, visible, numbers);
         clear_non_finite<E, kColumns, GradSide::kChunks>(shared.grad_tile(slot), kWarpgroup + group);

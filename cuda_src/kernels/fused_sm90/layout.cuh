@@ -10,6 +10,7 @@
 #include "pipeline/ring.cuh"
 #include "pipeline/work_tiles.cuh"
 #include "tile/fragment.cuh"
+#include "tile/packed_rows.cuh"
 #include "tile/schedule.cuh"
 #include "tile/shares.cuh"
 #include "tile/swizzled.cuh"
@@ -85,6 +86,7 @@ enum Barrier {
 };
 constexpr int kWorkItemsAt = kBarriersAt + 8 * kBarriers;  // behind their ring's barriers, the last ones
 
+static_assert(!(kPacked && kDirect), "plan: packed tiles of queries have sums");
 static_assert(kStagingTiles == 4 || kStagingTiles == 8, "plan: a chunk of dQ goes in one buffer or two");
 static_assert(kOutTiles <= 24, "plan: registers hold at most 192 columns of dK");
 static_assert(GradSide::kChunks % kWide == 0, "plan: products of dQ are equally wide");
@@ -154,6 +156,19 @@ __device__ inline Walk walk_of(const WorkItem& item, const Extents& n) {
     return Walk(Mask(n, item.segment, item.block.batch, item.head), keys_of(item), item.steps);
 }
 
+// A row of a tile of queries of a head or pack: whose it is, and which of its queries; beyond these, where there is none.
+struct TileRow {
+    int head, query;
+    __device__ TileRow(const FusedArgs& args, const Segment& segment, int head_or_pack, int tile, int row)
+        : head(first_head_of(head_or_pack, args.heads_together) + packed_head(row)),
+          query(tile * kColumns + packed_query(row)) {
+        if (kPacked && packed_head(row) >= heads_of_pack(head_or_pack, args.heads_together)) {
+            head = first_head_of(head_or_pack, args.heads_together);
+            query = segment.queries;
+        }
+    }
+};
+
 // What a narrow type's gradients without g are multiplied by, a power of two per row, and what takes it back.
 __device__ inline int plain_exponent(const RowStats& x) {
     return kTopExponent - 1 - exponent_of(Logit::bound(x.value));
@@ -170,11 +185,11 @@ struct Workspace : FusedWorkspace {
 
     __device__ explicit Workspace(const FusedArgs& args) {
         const Extents& n = args.base.n;
-        heads = n.heads;
-        tiles = row_tiles(n.queries, kColumns, n.sequences);
+        heads = packs_of(n.heads, args.heads_together);
+        tiles = kPacked ? 1 : row_tiles(n.queries, kColumns, n.sequences);
         locate(args.workspace, static_cast<i64>(n.batch * heads) * tiles);
     }
-    // Of a tile of 64 queries, counted in its segment.
+    // Of a tile of 64 queries of a head or pack, counted in its segment.
     __device__ i64 entry(int b, int h, const Segment& segment, int tile) const {
         return static_cast<i64>(b * heads + h) * tiles + segment.first_query / kColumns + segment.sequence + tile;
     }

@@ -10,7 +10,8 @@ __device__ inline u32 pack(float lo, float hi) {
     return planes[0];
 }
 
-// Which (batch, head, tile) of the workspace a block of the small kernels has; the tile is counted in its segment.
+// Which (batch, head or pack, tile) of the workspace a block of the small kernels has; the tile is counted in its
+// segment.
 struct Entry {
     i64 index;
     int batch, head, tile;
@@ -66,7 +67,8 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     int top = kLowestExponent;
 #pragma unroll
     for (int j = threadIdx.x; j < kColumns; j += 32) {
-        RowStats x = read_row_stats(args, mask, at.batch, at.head, at.tile * kColumns + j);
+        const TileRow row(all.fused, at.segment, at.head, at.tile, j);
+        RowStats x = read_row_stats(args, mask, at.batch, row.head, row.query);
         const int e = exponent_of(x.weight * Logit::bound(x.value));
         if (e < 127) top = max(top, e);
         if constexpr (kNarrow) x.weight *= plain_unscale(x);
@@ -95,18 +97,18 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
         const float4 x[4] = {from[0], from[1], from[2], from[3]};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int q = at.tile * kColumns + upper + 8 * half;
-            if (q >= at.segment.queries) continue;
+            const TileRow to(all.fused, at.segment, at.head, at.tile, upper + 8 * half);
+            if (to.query >= at.segment.queries) continue;
             float factor = gradient_factor<kSide>(args.out_scale);
             if constexpr (kNarrow) {
-                const RowStats row = read_row_stats(args, mask, at.batch, at.head, q);
+                const RowStats row = read_row_stats(args, mask, at.batch, to.head, to.query);
                 factor *= row.weight * plain_unscale(row);
             }
             u32 packed[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
-            const u64 address = query_address(all.fused.out_q, at.batch, at.head, at.segment, q, 8 * part);
+            const u64 address = query_address(all.fused.out_q, at.batch, to.head, at.segment, to.query, 8 * part);
             *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }
     }

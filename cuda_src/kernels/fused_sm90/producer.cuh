@@ -8,7 +8,7 @@ struct Producer {
     const Layout& shared;
     WorkItemRing& items;
     const Workspace space;
-    const int lane, grad_group, score_group;  // query heads to a key head
+    const int lane, grad_group, score_group;  // query heads, or packs of them, to a key head
     RingCursor<1> at_grad_keys, at_score_keys;
     RingCursor<kScoreRing> at_score;
     RingCursor<kGradRing> at_grad;
@@ -19,12 +19,13 @@ struct Producer {
           items(items),
           space(all.fused),
           lane(thread.lane),
-          grad_group(kSide == kTeacher ? n().teacher_group : n().student_group),
-          score_group(kSide == kTeacher ? n().student_group : n().teacher_group) {}
+          grad_group(packs_of(kSide == kTeacher ? n().teacher_group : n().student_group, all.fused.heads_together)),
+          score_group(packs_of(kSide == kTeacher ? n().student_group : n().teacher_group, all.fused.heads_together)) {}
     __device__ const Extents& n() const { return all.fused.base.n; }
 
     __device__ void run() {
-        const int grad_heads = n().heads / grad_group, pairs = n().batch * grad_heads;
+        const int grad_heads = packs_of(n().heads, all.fused.heads_together) / grad_group,
+                  pairs = n().batch * grad_heads;
         const u32 work_tiles = pairs * n().tiles * n().splits;
         for (u32 index = blockIdx.x; index < work_tiles; index = take_work_tile(space.taken)) {
             WorkItem next;
@@ -99,6 +100,8 @@ private:
         }
     }
 
+    __device__ int first_head(const WorkItem& item) const { return first_head_of(item.head, all.fused.heads_together); }
+
     // The queries of a work item, of both sides, with what they contribute.
     __device__ void stream(const WorkItem& item) {
         const TensorMap& grad_q = kSide == kTeacher ? all.teacher_q : all.student_q;
@@ -111,7 +114,7 @@ private:
                 const u32 grad_side = shared.barrier(kGradFull, at_grad.slot);
                 mbarrier_expect(grad_side, kGradTileBytes + kStatsBytes);
                 load_chunks<kColumns>(shared.grad_tile(at_grad.slot), grad_q, grad_side, 0, GradSide::kChunks, query,
-                                      item.head, batch);
+                                      first_head(item), batch);
                 bulk_load(shared.stats(at_grad.slot), stats + static_cast<i64>(walk.tile()) * Stats::kFloats,
                           kStatsBytes, grad_side);
             }
@@ -123,7 +126,7 @@ private:
                 // The grad side's tile as soon as the ring is full: consumers give the last one back with their first
                 // piece of this tile at the latest, and want it after all pieces.
                 for (int c = 0; c < ScoreSide::kChunks; ++c) {
-                    load_score(score_q, c, 1, query, item.head, batch);
+                    load_score(score_q, c, 1, query, first_head(item), batch);
                     if (c + 1 == min(kScoreRing, kKept)) load_grad(walk, query);
                     if (c < kKept) continue;
                     const TensorMap& score_k = kSide == kTeacher ? all.student_k : all.teacher_k;
@@ -132,7 +135,7 @@ private:
                         load_score(score_k, c, 1, key + 64 * group, item.head / score_group, batch);
                 }
             } else {
-                load_score(score_q, 0, ScoreSide::kChunks, query, item.head, batch);
+                load_score(score_q, 0, ScoreSide::kChunks, query, first_head(item), batch);
                 load_grad(walk, query);
             }
         }
