@@ -175,7 +175,7 @@ class _Fused(Hopper[_Row]):
 
     def packed(self, work: Work) -> Work:
         rows = packed_rows(work)
-        # Else the rows of one head fill half of a tile, or those of all that share its keys do not; or registers are few.
+        # Else rows of one head fill half of a tile, or those of all that share its keys do not; or registers are few.
         worth = 2 * rows <= COLUMNS and 2 * min(work.sharing_heads, COLUMNS // max(rows, 1)) * rows >= COLUMNS
         return replace(work, packed_rows=rows if worth and work.mask_level < 2 else 0)
 
