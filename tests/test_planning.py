@@ -325,6 +325,56 @@ def test_few_queries_of_heads_that_share_keys_are_packed(
     }
 
 
+@pytest.mark.parametrize(
+    "M, heads, key_heads, packs",
+    [
+        (16, 32, (8, 8), (4, 8)),  # heads to a pack, packs
+        (17, 32, (8, 8), (2, 16)),
+        (1, 32, (1, 1), (4, 8)),
+        (5, 6, (1, 2), (4, 2)),  # three share keys of both sides: one of four places stays empty
+        (7, 14, (2, 2), (4, 4)),  # seven: the second pack has three
+        (16, 12, (1, 2), (4, 4)),
+    ],
+)
+@pytest.mark.parametrize("mask", [MaskSpec(), MaskSpec(("causal",), (("q_offset", 40),))])
+def test_the_one_pass_backward_counts_packs(
+    M: int, heads: int, key_heads: tuple[int, int], packs: tuple[int, int], mask: MaskSpec
+) -> None:
+    what = problem(M=M, N=20000, dims=(64, 128), heads=heads, batch=3, mask=mask)
+    sides = (replace(side, k=replace(side.k, heads=k)) for side, k in zip((what.teacher, what.student), key_heads))
+    what = replace(what, **dict(zip(ATTENTION_KL.sides, sides)))
+    p = make_plan(what, facts_for_arch("sm_90"))
+    most, count = packs
+    assert [fused.side for fused in p.fused] == ["teacher", "student"]
+    for fused, dim, vectors in zip(p.fused, (64, 128), (4, 3), strict=True):
+        prepare, main, finish = fused.kernels
+        assert main.schedule.packed_rows == dict(main.constants)["SKL_PACKED_ROWS"] == 64 // most
+        assert main.schedule.heads_together == gcd(*(heads // k for k in key_heads))
+        assert prepare.blocks == finish.blocks == 3 * count
+        sums = 4 * (3 * count * (64 * (dim + vectors) + 1) + 1)
+        assert fused.workspace_bytes == -(-sums // 128) * 128 + main.schedule.partial_bytes
+        boxes = {box.name: (box.rows, box.heads) for box in main.boxes}
+        assert boxes["teacher_q"] == boxes["student_q"] == (64 // most, most)
+        assert boxes["teacher_k"][1] == boxes["student_k"][1] == 1
+        assert f"packed into {min(most, main.schedule.heads_together) * 64 // most} rows" in str(main)
+
+
+def test_what_the_one_pass_backward_does_not_pack() -> None:
+    few: dict[str, Any] = {"M": 16, "N": 20000, "heads": 32, "key_heads": 8}
+    assert all(fused.main.schedule.packed_rows for fused in plan(**few).fused)
+    for what in (
+        {"M": 33},  # half a tile of one head
+        {"key_heads": 32},
+        {"M": 8, "heads": 8, "key_heads": 8},
+        {"deterministic": True},
+        {"dtypes": ("float32", "float32")},
+        {"mask": MaskSpec(("keys",))},
+    ):
+        assert plan(**{**few, **what}).fused == ()
+    whole = plan(**{**few, "M": 64}).fused
+    assert [fused.main.schedule.packed_rows for fused in whole] == [0, 0]
+
+
 def test_what_is_not_packed() -> None:
     few: dict[str, Any] = {"M": 16, "N": 65536, "heads": 32}
     lists = MaskSpec(("blocks",), (), patterns.local(256, queries=16, keys=65536))
