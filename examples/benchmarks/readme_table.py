@@ -78,9 +78,9 @@ def step(printed: str) -> str:
     (dtype,) = {found[3] for found in map(tokens.search, runs) if found}
     versions = versions.replace(" on cuda", "").rpartition(",")[0]
     lines = [
-        f"{card.strip()}, {versions}; {what}, {dtype}, KL on every layer. A step "
+        f"{card.strip()}, {versions}; {what} (heads x head dim), {dtype}, KL on every layer. A step "
         "of `transformers.Trainer` is forward of both models, backward and optimiser; memory is what it takes beyond "
-        "weights and optimiser state.",
+        "weights and optimiser state, gradients among it.",
         "",
         "| tokens | eager attention, its maps | SDPA, `attention_kl` |",
         "| --- | --- | --- |",
