@@ -15,6 +15,7 @@ from streamkl_cupy import patterns
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import ARRAYS
 from streamkl_cupy.rules.masks.interface import Chosen
+from streamkl_cupy.rules.scores import SCORES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -117,9 +118,9 @@ def test_everything_public_is_on_the_page_of_the_api() -> None:
 
 
 @pytest.mark.parametrize("page", ["support.md", "recipes.md"])
-def test_every_divergence_has_a_row_and_a_recipe(page: str) -> None:
+def test_every_divergence_and_score_has_a_row_and_a_recipe(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
-    missing = [name for name in DIVERGENCES if f'"{name}"' not in text and name != "kl"]
+    missing = [name for name in (*DIVERGENCES, *SCORES) if f'"{name}"' not in text and name not in ("kl", "dot")]
     assert not missing, f"docs/{page} does not name {missing}"
 
 
