@@ -396,8 +396,6 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "heads": problem.heads,
         "queries": problem.queries,
         "keys": problem.keys,
-        "teacher_group": max(problem.teacher.group, 1),
-        "student_group": max(problem.student.group, 1),
         "tiles": schedule.tiles,
         "head_group": schedule.head_group,
         "splits": schedule.splits,
@@ -407,7 +405,8 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "partial_slots": schedule.partial_slots,
         "heads_together": schedule.heads_together,
     }
-    for name, side in (("teacher", problem.teacher), ("student", problem.student)):
+    for name, side in problem.sides.items():
+        numbers[f"{name}_group"] = max(side.group, 1)
         numbers |= {f"{name}_numbers.{x}": value for x, value in score_of(side).numbers(side.scale).items()}
     strides: dict[str, tuple[int, ...]] = {name: problem.operand(name).strides for name in problem.operation.names}
     strides |= dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, "entropy"), problem.row_strides())

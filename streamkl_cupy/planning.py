@@ -89,7 +89,7 @@ class Plan:
         if 0 in (problem.batch, problem.heads, problem.queries):
             return ()
         outputs = self.forward.task.outputs
-        outputs += (("entropy", "teacher_entropy"),) if problem.entropy else ()
+        outputs += tuple((field, row) for asks, field, row in problem.operation.asked_rows if getattr(problem, asks))
         if self.combine is None:
             return (Step((self.forward,), outputs),)
         if not workspace:
@@ -167,7 +167,7 @@ class Plan:
                 f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
                 + (f", score {side.score}" if side.score != Side.score else "")
                 + (f", softcap {side.softcap:g}" if side.softcap is not None else "")
-                for name, side in (("teacher", p.teacher), ("student", p.student))
+                for name, side in p.sides.items()
             ),
             f"  workspace {self.workspace_bytes} B",
             *([f"  {self.key_bits}"] if self.key_bits else []),
@@ -250,9 +250,8 @@ def _without_numbers(problem: Problem) -> Problem:
     mask = problem.mask
     return replace(
         problem,
-        teacher=_without_factors(problem.teacher),
-        student=_without_factors(problem.student),
         mask=replace(mask, params=tuple((name, 0) for name, _ in mask.params)),
+        **{name: _without_factors(side) for name, side in problem.sides.items()},  # type: ignore[arg-type]
     )
 
 

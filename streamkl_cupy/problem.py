@@ -138,7 +138,16 @@ class Problem:
     def operand(self, name: str) -> Operand:
         """The operand an input name such as "student_k" stands for."""
         spec = self.operation.operand[name]
-        return getattr(getattr(self, spec.side), spec.rows)  # type: ignore[no-any-return]
+        return getattr(self.side(spec.side), spec.rows)  # type: ignore[no-any-return]
+
+    def side(self, name: str) -> Side:
+        """A side by its name."""
+        return getattr(self, name)  # type: ignore[no-any-return]
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """All of them, in the order of the operation's operands."""
+        return {name: self.side(name) for name in self.operation.sides}
 
     @property
     def stat_dtype(self) -> str:

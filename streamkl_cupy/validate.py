@@ -167,18 +167,17 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
     _check_mask_arrays(masks, sizes)
     asked = rules.Asked(chosen, given, sizes, packing.sequences(given) if packing is not None else 0)
     rules.check(asked)
-    teacher = _side("teacher", tq, tk, extents, chosen)
-    student = _side("student", sq, sk, extents, chosen)
+    sides = {"teacher": _side("teacher", tq, tk, extents, chosen), "student": _side("student", sq, sk, extents, chosen)}
     if "float64" not in (tq.dtype, sq.dtype):
-        _check_float32("teacher", teacher)
-        _check_float32("student", student)
+        for name, side in sides.items():
+            _check_float32(name, side)
     return Problem(
         batch=batch,
         heads=heads,
         queries=queries,
         keys=keys,
-        teacher=teacher,
-        student=student,
+        teacher=sides["teacher"],
+        student=sides["student"],
         mask=rules.spec_of(asked),
         device=tq.device,
         layout=chosen.layout,

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from streamkl_cupy import arrays
 from streamkl_cupy.compiler.source import cuda_root
 from streamkl_cupy.kernels import KERNELS
+from streamkl_cupy.ops import ATTENTION_KL, OPS
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.rules.scores import SCORES
@@ -134,6 +136,28 @@ def test_frameworks_are_imported_only_by_their_own_module() -> None:
         # The differentiable doors; what reads a framework's arrays finds it imported.
         allowed = {path.stem} if path.parent == PACKAGE else set()
         assert imported <= allowed, f"{path.name} imports {sorted(imported)}"
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_an_operation_is_what_its_record_says(name: str) -> None:
+    op = OPS[name]
+    assert op.name == name
+    assert op.like in op.names
+    assert set(op.wrt) <= {task.name for task in op.gradients} <= set(op.names)
+    for task in (op.forward, *op.gradients, *op.fused):
+        assert KERNELS[task.kind]
+        if task.side:
+            assert {op.operand[result].side for result in task.results} == {task.side}
+    for task in op.gradients:
+        assert op.operand[task.name].rows == task.stationary
+
+
+def test_values_of_a_call_are_as_the_record_has_them() -> None:
+    assert arrays.Inputs._fields == arrays.Gradients._fields == ATTENTION_KL.names
+    assert arrays.Saved._fields == ATTENTION_KL.saved
+    asked = tuple(result for _, _, result in ATTENTION_KL.asked_rows)
+    assert arrays.RowStats._fields == (*ATTENTION_KL.rows, *asked, "moments")
+    assert [result for _, result in ATTENTION_KL.forward.outputs] == list(ATTENTION_KL.rows)
 
 
 def test_a_kernel_is_a_pair_of_files() -> None:

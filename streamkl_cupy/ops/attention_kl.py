@@ -21,7 +21,8 @@ OP = Op(
     ),
     like="student_q",
     rows=("kl", "teacher_lse", "student_lse"),
-    saved=("grad", "teacher_lse", "student_lse", "kl"),
+    asked_rows=(("entropy", "entropy", "teacher_entropy"),),
+    saved=("grad", "teacher_lse", "student_lse", "kl", "moments"),
     wrt=STUDENT,
     forward=Task("forward", outputs=(("value", "kl"), ("teacher_lse", "teacher_lse"), ("student_lse", "student_lse"))),
     gradients=(

@@ -70,6 +70,8 @@ class Op:
     """The operand whose framework, device and stream are the call's."""
     rows: tuple[str, ...]
     """Results of a forward, one value for each query row."""
+    asked_rows: tuple[tuple[str, str, str], ...]
+    """Further results of a forward: (field of the problem that asks for it, of the kernel's arguments, result)."""
     saved: tuple[str, ...]
     """What a backward reads of each row: the derivative of the first of `rows`, and what the forward left."""
     wrt: tuple[str, ...]
