@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from streamkl_cupy import arrays, call, validate
 from streamkl_cupy.arguments import a_kind_of
 from streamkl_cupy.arrays import Inputs
 from streamkl_cupy.frameworks import describe
+from streamkl_cupy.ops import ATTENTION_KL, OperandSpec
 from streamkl_cupy.options import Options, parse
 from streamkl_cupy.problem import INPUT_NAMES
 
@@ -373,3 +375,28 @@ def test_plan_and_warmup_ask_for_shapes() -> None:
 def test_op(function: Any) -> None:
     with pytest.raises(ValueError, match="op='indexer_kl' is unknown; allowed are \"attention_kl\""):
         function(*arrays_like(), op="indexer_kl")
+
+
+def test_operands_are_checked_as_their_operation_says() -> None:
+    """Of one whose record has one side, with three operands: the third has the keys' heads and rows, not their dim."""
+    side = ("query", "q", "H", "D"), ("key", "k", "H_k", "D"), ("value", "k", "H_k", "D_v")
+    specs = tuple(OperandSpec(name, "side", rows, heads, dim, max_dim=256) for name, rows, heads, dim in side)
+    op = dataclasses.replace(ATTENTION_KL, name="third", operands=specs, like="query", wrt=("query",))
+    good = {"query": (2, 4, 7, 8), "key": (2, 2, 9, 8), "value": (2, 2, 9, 5)}
+
+    def check(**shapes: tuple[int, ...]) -> Any:
+        given = [describe(name, np.zeros(shape, np.float32)) for name, shape in {**good, **shapes}.items()]
+        return validate._operands(op, given, "bhnd")
+
+    assert check() == good
+    for name, shape, text in [
+        ("key", (2, 2, 9, 7), "key: 7 columns, but query has 8; both must share the head dim axis"),
+        ("value", (2, 4, 9, 5), "value: 4 heads, but key has 2; both must share the key heads axis"),
+        ("value", (2, 2, 8, 5), "value: 8 keys, but key has 9; both must share the keys axis"),
+        ("value", (1, 2, 9, 5), "value: 1 batch entries, but query has 2; both must share the batch axis"),
+        ("query", (2, 3, 7, 8), "key: 2 key heads do not divide the 3 query heads of query"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            check(**{name: shape})
+    with pytest.raises(NotImplementedError, match="value: head dim 257; built are 1 to 256 for the side"):
+        check(value=(2, 2, 9, 257))

@@ -69,7 +69,7 @@ class Op:
     like: str
     """The operand whose framework, device and stream are the call's."""
     rows: tuple[str, ...]
-    """Results of a forward, one value for each query row."""
+    """Results of a forward, one value for each query row; the first is what reductions take."""
     asked_rows: tuple[tuple[str, str, str], ...]
     """Further results of a forward: (field of the problem that asks for it, of the kernel's arguments, result)."""
     saved: tuple[str, ...]
