@@ -185,7 +185,7 @@ def first() -> str:
         frame = f' stroke="{INK}" stroke-width="2"'
         parts.append(rect(left + 4 * cell - 1, top + 8 * cell - 1, 4 * cell + 1, 8 * cell + 1, "none", frame))
     for i, piece in enumerate(pieces):
-        parts.append(text(places["P"] - 6, top + i * cell + 10, piece.strip()[:9] or "⏎", 10.5, "end"))
+        parts.append(text(places["P"] - 6, top + i * cell + 10, piece.strip()[:11] or "⏎", 10.5, "end"))
     parts.append(text(places["Q"] - 23, top + side / 2 + 6, "‖", 26))
     left, longest = places["Q"] + side + 40, 120.0
     parts += [
