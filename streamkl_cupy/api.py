@@ -74,11 +74,15 @@ _TEXT = {
             that side. With causal, right is 0.
         key_lengths: (B,) int32, contiguous, B = 1 for inputs without batch: batch entry b has the keys
             j < key_lengths[b]. The diagonal stays where it is.
+        query_lengths: The same for query rows: batch entry b has the rows i < query_lengths[b]. Those behind them see
+            nothing: KL 0, log-sum-exps -inf, gradients of 0, and not counted by a mean, whatever such rows hold.
         cu_seqlens_q: (S + 1,) int32, contiguous, for packed inputs (rows of all sequences, H, D): sequence s owns the
             rows cu_seqlens_q[s] to cu_seqlens_q[s + 1] and sees its own keys; i, j, M and N above are its own.
             The layout has no say, and row results are (rows, H). Rows after the last sequence see nothing.
         cu_seqlens_k: The same for keys; both or neither. They go with causal, window and q_offset.
         key_mask: (B, N) bool, or (N,) for inputs without batch: which keys each batch entry has. Any strides.
+        query_mask: (B, M) bool, or (M,): which query rows each batch entry has, the others being as those behind
+            query_lengths. Any strides.
         block_mask: A `streamkl_cupy.patterns.BlockPattern`: which blocks of keys each block of rows sees, per head.
             All of these but packing combine: a row sees a key that every one of them shows it, and both distributions,
             the teacher's too, are normalised over these keys alone.
@@ -434,9 +438,11 @@ def attention_kl(
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
+    query_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
+    query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
     row_weight: Any = None,
@@ -575,9 +581,11 @@ def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
+    query_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
+    query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
     layout: Layout = "bhnd",
@@ -648,9 +656,11 @@ def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @publi
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
+    query_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
+    query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
     layout: Layout = "bhnd",
@@ -745,9 +755,11 @@ def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see 
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
+    query_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
+    query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
     row_weight: Any = None,
@@ -806,9 +818,11 @@ def plan(  # type: ignore[empty-body]  # as are all: see @public
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
+    query_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
+    query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
     layout: Layout = "bhnd",
@@ -865,9 +879,11 @@ def warmup(
     q_offset: int | None = None,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Any = None,
+    query_lengths: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     key_mask: Any = None,
+    query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
     layout: Layout = "bhnd",

@@ -19,7 +19,8 @@ from .compiler.nvrtc import import_cupy, load
 from .errors import CaptureError, DriverError
 from .kernels.base import ELEMENT_BYTES, Box, KernelPlan, Work
 from .kernels.gpus import device_facts
-from .kernels.structs import KEY_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
+from .kernels.mask_bits import PackedMask
+from .kernels.structs import MASK_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
 from .kernels.tensor_maps import encode
 from .planning import Plan, Step, make_plan
 from .problem import Operand, Problem, canonical_strides
@@ -161,8 +162,8 @@ class Request(NamedTuple):
     """What a call runs: loaded kernels with their steps, and the results that no kernel writes."""
 
     launches: tuple[tuple[_Kernel, Step], ...]
-    bits: _Kernel | None
-    """Packs a mask of keys first."""
+    bits: tuple[_Kernel, ...]
+    """Pack arrays of the mask first, in the plan's order."""
     zeros: tuple[str, ...] = ()
 
 
@@ -181,9 +182,7 @@ class Runner:
         # By what is wanted and the room for it.
         self._requests: dict[object, Request] = {}
         self._forwards, self._backwards = _Packed(), _Packed()
-        arrays = [array for part in parts_of(problem.mask) for array in part.arrays]
-        self._mask_arrays = tuple(array.name for array in arrays)
-        self._bits = next((array.name for array in arrays if array.bits), "")
+        self._mask_arrays = tuple(array.name for part in parts_of(problem.mask) for array in part.arrays)
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
         """Compile, load and configure the forward and the gradients `wrt`; nothing is left for a first call to do."""
@@ -205,8 +204,8 @@ class Runner:
     ) -> None:
         """Launch the forward; every element of the outputs is written.
 
-        `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split, and a mask of
-        keys cannot be. `masks` has the arrays that the problem's mask names.
+        `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split, and no
+        mask can be packed. `masks` has the arrays that the problem's mask names.
         """
         key = (
             tuple([x.ptr for x in inputs]),
@@ -238,7 +237,7 @@ class Runner:
         """Launch the gradients that `outputs` has room for; every element of them is written.
 
         `workspace` is the address of `room` bytes, `backward_bytes(wrt)` unless given. With less than these,
-        no row tile is shared, with still less each gradient has its own kernel, and with none a mask of keys cannot be.
+        no row tile is shared, with still less each gradient has its own kernel, and with none no mask can be packed.
         """
         key = (
             tuple([x.ptr for x in inputs]),
@@ -294,10 +293,10 @@ class Runner:
         addresses = tuple([x.ptr for x in inputs])
         read: list[tuple[str, int]] = []
         if masks is not None and request.launches:
-            if request.bits:
-                yield from self._pack_bits(request.bits, masks, workspace)
-            # Keys as bits, from the start of the workspace.
-            read = [(name, workspace if name == self._bits else masks[name].ptr) for name in self._mask_arrays]
+            for packed, packer in zip(self.plan.mask_bits, request.bits):
+                yield from self._pack_bits(packed, packer, masks, workspace)
+            bits = {packed.array: workspace + packed.place for packed in self.plan.mask_bits}
+            read = [(name, bits.get(name) or masks[name].ptr) for name in self._mask_arrays]
         for kernel, step in request.launches:
             pointers = [(field, getattr(outputs, name).ptr) for field, name in step.outputs]
             pointers += read
@@ -312,19 +311,24 @@ class Runner:
             out = getattr(outputs, name)
             yield Command(self._runtime.memsetAsync, (out.ptr, 0, ELEMENT_BYTES[out.dtype] * prod(out.shape)))
 
-    def _pack_bits(self, kernel: _Kernel, masks: MaskArrays, workspace: int) -> Iterator[Command]:
-        """Have a mask of keys packed to bits at the start of the workspace."""
-        mask = masks[self._bits]
+    def _pack_bits(self, packed: PackedMask, kernel: _Kernel, masks: MaskArrays, workspace: int) -> Iterator[Command]:
+        """Have an array packed to bits at its place in the workspace."""
+        mask = masks[packed.array]
         if 0 in mask.shape:
             return
         if not workspace:
             raise ValueError(
-                f"workspace: got none; a {self._bits} needs the bytes that workspace_bytes and backward_bytes say"
+                f"workspace: got none; a {packed.array} needs the bytes that workspace_bytes and backward_bytes say"
             )
         batch = mask.strides[0] if len(mask.strides) > 1 else 0
-        yield from kernel.commands(
-            (), (("keys", mask.ptr), ("words", workspace), ("batch", batch), ("column", mask.strides[-1]))
+        fields = (
+            ("bytes", mask.ptr),
+            ("words", workspace + packed.place),
+            ("batch", batch),
+            ("column", mask.strides[-1]),
+            ("count", mask.shape[-1]),
         )
+        yield from kernel.commands((), fields)
 
     def _forward(self, workspace: bool, stream: int | None) -> Request:
         steps = self.plan.forward_steps(workspace)
@@ -336,9 +340,8 @@ class Runner:
 
     def _loaded(self, steps: tuple[Step, ...], stream: int | None, zeros: tuple[str, ...] = ()) -> Request:
         """All kernels before any launch: what cannot be built must fail before anything is written."""
-        bits = self.plan.key_bits
         launches = tuple((self._kernel(step.kernels, stream), step) for step in steps)
-        return Request(launches, self._kernel((bits,), stream) if bits else None, zeros)
+        return Request(launches, tuple(self._kernel((x.kernel,), stream) for x in self.plan.mask_bits), zeros)
 
     def _kernel(self, plans: tuple[KernelPlan, ...], stream: int | None) -> _Kernel:
         """Loaded kernels; `stream`, unless None, is where they are about to run."""
@@ -388,8 +391,8 @@ def _tile_lists(problem: Problem, plan: KernelPlan) -> Lists | None:
 
 def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> bytes:
     """The arguments of a kernel with zeros for what a call fills in; `lists` are those of the mask's pattern."""
-    if plan.args is KEY_BITS:
-        return KEY_BITS.pack({"batch": 0, "column": 0, "entries": problem.batch, "count": problem.keys})
+    if plan.args is MASK_BITS:
+        return MASK_BITS.pack({"batch": 0, "column": 0, "count": 0, "entries": problem.batch})
     task, schedule = plan.task, plan.schedule
     numbers: dict[str, Value] = {
         "n.batch": problem.batch,

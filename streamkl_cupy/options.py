@@ -43,9 +43,11 @@ if TYPE_CHECKING:
         q_offset: int | None
         window: tuple[int | None, int | None] | None
         key_lengths: Any
+        query_lengths: Any
         cu_seqlens_q: Any
         cu_seqlens_k: Any
         key_mask: Any
+        query_mask: Any
         block_mask: BlockPattern | None
         divergence: str
         layout: Layout

@@ -14,10 +14,11 @@ from math import inf
 
 import numpy as np
 
-from .kernels import KERNELS, combine, key_bits
+from .kernels import KERNELS, combine, mask_bits
 from .kernels.base import Kernel, KernelPlan, TileRow, Work, shared
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
+from .kernels.mask_bits import PackedMask
 from .problem import Problem, Side, counted
 from .rules.scores import score_of
 
@@ -73,15 +74,19 @@ class Plan:
     """Joins the splits of a forward whose keys are split."""
     workspace_bytes: int = 0
     """What a forward works in: the mask's bytes and the partial states of split keys; without it, it runs unsplit."""
-    key_bits: KernelPlan | None = None
-    """Packs a mask of keys to bits before any other kernel runs."""
-    mask_bytes: int = 0
-    """Where those bits lie: the first bytes of every workspace, without which such a mask cannot be."""
+    mask_bits: tuple[PackedMask, ...] = ()
+    """Arrays of the mask that are packed to bits before any other kernel runs. These are the first bytes of every
+    workspace, without which such a mask cannot be."""
     fused: tuple[FusedPlan, ...] = ()
     """What computes both gradients of a side when both are wanted, there is room for its workspace and equal bits from
     run to run are not asked for; otherwise each has its own kernel."""
     unfused: tuple[tuple[str, str], ...] = ()
     """Sides that have no such pass, and why."""
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of all packed arrays."""
+        return sum(x.bytes for x in self.mask_bits)
 
     def forward_steps(self, workspace: bool) -> tuple[Step, ...]:
         """What a forward runs, with `workspace_bytes` of workspace or without any, after the mask's bits."""
@@ -170,7 +175,7 @@ class Plan:
                 for name, side in p.sides.items()
             ),
             f"  workspace {self.workspace_bytes} B",
-            *([f"  {self.key_bits}"] if self.key_bits else []),
+            *(f"  {packed}" for packed in self.mask_bits),
             f"  {self.forward}",
             *([f"  {self.combine}"] if self.combine else []),
             *(f"  {fused}" for fused in self.fused),
@@ -264,16 +269,14 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     """The plan of a problem without its numbers, its keys not split."""
     op = problem.operation
     sides = [side for side in op.sides if not no_gradients(problem, side)]
-    masked = key_bits.needed(problem)
-    mask_bytes = key_bits.mask_bytes(problem) if masked else 0
+    packed = mask_bits.plan(problem, facts)
     passes = {task.side: _fused(Work(problem, task), facts) for task in op.fused if task.side in sides}
     return Plan(
         problem=problem,
         forward=_alone(Work(problem, op.forward), facts),
         gradients=tuple((task.name, _alone(Work(problem, task), facts)) for task in op.gradients if task.side in sides),
-        workspace_bytes=mask_bytes,
-        key_bits=key_bits.plan(problem, facts) if masked else None,
-        mask_bytes=mask_bytes,
+        workspace_bytes=sum(x.bytes for x in packed),
+        mask_bits=packed,
         fused=tuple(found for found, _ in passes.values() if found is not None),
         unfused=tuple((side, reason) for side, (found, reason) in passes.items() if found is None),
     )

@@ -72,7 +72,9 @@ def problems(quick: bool) -> Iterator[Problem]:
         masks: dict[str, dict[str, Any]] = {
             "window": {"window": (40, 9)},
             "lengths": {"key_lengths": ints(0, min(N, 200)), "causal": True},
+            "padded": {"key_lengths": ints(30, min(N, 200)), "query_lengths": ints(100, 7), "causal": True},
             "keys": {"key_mask": cupy.random.random((2, N)) < 0.5},
+            "rows": {"query_mask": cupy.random.random((2, 301)) < 0.5, "window": (40, 9)},
             "blocks": {"block_mask": pattern, "causal": True},
             "packed": {
                 "cu_seqlens_q": ints(0, 0, 270, 301),

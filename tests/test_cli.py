@@ -981,7 +981,7 @@ def test_compile_lists_the_masks_that_are_asked_for(capsys: pytest.CaptureFixtur
     choice = ["compile", "--arch", "sm_90", "--dims", "64", "--dtype", "bfloat16", "--list"]
     assert main([*choice, "--masks", "keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any("kernels/key_bits.cu" in line for line in lines)
+    assert any("kernels/mask_bits.cu" in line for line in lines)
     assert all(" keys: " in line for line in lines)
     assert main(choice) == 0
     assert " keys: " not in capsys.readouterr().out

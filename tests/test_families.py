@@ -259,6 +259,7 @@ MASKED: dict[str, dict[str, Any]] = {
     "far below": {"causal": True, "q_offset": -333},
     "window": {"window": (150, 40)},
     "lengths": {"key_lengths": np.array([0, 131], np.int32), "causal": True, "q_offset": 0},
+    "padded": {"key_lengths": np.array([59, 63], np.int32), "query_lengths": np.array([0, 37], np.int32)},
     "packed": {
         "cu_seqlens_q": np.array([0, 0, 500, 501, 1080], np.int32),
         "cu_seqlens_k": np.array([0, 70, 290, 290, 600], np.int32),
@@ -266,7 +267,7 @@ MASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [*MASKED, "keys"])
+@pytest.mark.parametrize("kind", [*MASKED, "keys", "rows"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("D_t, D_s", [(64, 64), (128, 128), (72, 40), (192, 128)])
 def test_shared_row_tiles(
@@ -277,7 +278,8 @@ def test_shared_row_tiles(
     for M, N, heads, teacher, student in ((700, 610, 6, 2, 1), (900, 63, 2, 2, 2), (40, 2000, 2, 1, 2)):
         if kind == "packed" and N == 63:
             continue
-        options = {"key_mask": rng.random((2, N)) < 0.6} if kind == "keys" else MASKED[kind]
+        options = {"key_mask": rng.random((2, N)) < 0.6} if kind == "keys" else MASKED.get(kind, {})
+        options = {"query_mask": rng.random((2, M)) < 0.6} if kind == "rows" else options
         rows = max(M, 1100) if kind == "packed" else M
         case = make(B=1 if kind == "packed" else 2, H=heads, M=rows, N=max(N, 610) if kind == "packed" else N, D_t=D_t,
                     D_s=D_s, teacher_key_heads=teacher, student_key_heads=student, dtypes=dtype,

@@ -82,6 +82,8 @@ def test_masks(cupy_only: Any, rng: Any, M: int, heads: tuple[int, int, int]) ->
         {"window": (130, 0)},
         {"window": (3, 2), "q_offset": 200},
         {"key_lengths": np.asarray([0, 431], np.int32), "causal": True},
+        {"query_lengths": np.asarray([M, M // 2], np.int32), "key_lengths": np.asarray([700, 431], np.int32)},
+        {"query_mask": rng.random((2, M)) < 0.5, "window": (30, -1)},
         {"key_mask": rng.random((2, N)) < 0.5},
         {"key_mask": rng.random((2, N)) < 0.02, "window": (200, -1)},
     ):

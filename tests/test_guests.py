@@ -207,8 +207,9 @@ def test_arrays_beside_the_inputs(guest: Any, rng: np.random.Generator) -> None:
     mask[:, 0] = True
     lengths = np.array([3, 6], np.int32)
     weight = rng.random((2, 1, 5)) > 0.3
-    options = {"key_mask": guest.array(mask), "key_lengths": guest.array(lengths), "row_weight": guest.array(weight)}
-    plain = {"key_mask": mask, "key_lengths": lengths, "row_weight": weight}
+    plain = {"key_mask": mask, "key_lengths": lengths, "query_lengths": lengths - 1, "query_mask": weight[:, 0]}
+    plain["row_weight"] = weight
+    options = {name: guest.array(x) for name, x in plain.items()}
     value, grads = streamkl_cupy.attention_kl_value_and_grad(*x, reduction="sum", **options)
     expected, wanted = streamkl_cupy.attention_kl_value_and_grad(*case.arrays, reduction="sum", **plain)
     np.testing.assert_allclose(guest.numpy(value), expected, rtol=1e-5)

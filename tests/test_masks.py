@@ -38,13 +38,13 @@ KINDS = (
     "packed window",
     "packed offset",
     "lengths keys",
-    "lengths causal",
-    "keys window",
+    "lengths query_lengths causal",
+    "keys query_mask window",
     "blocks causal",
     "head blocks window causal",
     "head blocks lengths",
     "blocks keys",
-    "head blocks keys lengths window offset",
+    "head blocks keys lengths query_lengths query_mask window offset",
 )
 
 
@@ -134,7 +134,9 @@ def test_every_kind_on_every_backend(backend: Any, rng: np.random.Generator, kin
         backend.judge(case, upstream(rng, rows_of(case)))
 
 
-@pytest.mark.parametrize("kind", ["window causal", "lengths", "keys", "head blocks", "packed causal"])
+@pytest.mark.parametrize(
+    "kind", ["window causal", "lengths query_lengths", "keys query_mask", "head blocks", "packed causal"]
+)
 def test_several_tiles(core: Any, rng: np.random.Generator, kind: str) -> None:
     case = make_masked(
         rng, kind, H=2, M=700, N=1100, D_t=64, D_s=64, teacher_key_heads=1, student_key_heads=2, dtypes="bfloat16"
@@ -142,20 +144,19 @@ def test_several_tiles(core: Any, rng: np.random.Generator, kind: str) -> None:
     core.judge(case, upstream(rng, rows_of(case)))
 
 
-@pytest.mark.parametrize("kind", ["lengths", "keys", "packed window", "head blocks keys"])
+@pytest.mark.parametrize("kind", ["lengths query_lengths", "keys query_mask", "packed window", "head blocks keys"])
 def test_float64(numpy_only: Any, rng: np.random.Generator, kind: str) -> None:
     case = make_masked(rng, kind, dtypes="float64")
     numpy_only.judge(case, upstream(rng, rows_of(case)))
 
 
-@pytest.mark.parametrize("kind", ["window", "lengths", "keys"])
+@pytest.mark.parametrize("kind", ["window", "lengths query_lengths", "keys query_mask"])
 @pytest.mark.parametrize("rank", [2, 3])
 def test_fewer_axes(backend: Any, rng: np.random.Generator, kind: str, rank: int) -> None:
     case = make_masked(rng, kind, B=1, H=1 if rank == 2 else 4, layout="bhnd")
     lead = (0,) * (4 - rank)
     options = dict(case.options)
-    if "key_mask" in options:
-        options["key_mask"] = options["key_mask"][0]
+    options |= {name: options[name][0] for name in ("key_mask", "query_mask") if name in options}
     a, b, c, d = (x[lead] for x in case.arrays)
     backend.judge(case._replace(arrays=(a, b, c, d), options=options), upstream(rng, a.shape[:-1]))
 
@@ -163,7 +164,20 @@ def test_fewer_axes(backend: Any, rng: np.random.Generator, kind: str, rank: int
 # What masked memory holds does not matter
 
 
-@pytest.mark.parametrize("kind", ["lengths", "keys", "lengths keys", "window causal", "packed", "head blocks causal"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lengths window",
+        "keys",
+        "lengths keys",
+        "window causal",
+        "packed",
+        "head blocks causal",
+        "lengths query_lengths causal",
+        "query_mask window",
+        "head blocks keys query_mask",
+    ],
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_masked_memory_may_hold_anything(backend: Any, rng: np.random.Generator, kind: str, bad: float) -> None:
     case = make_masked(
@@ -219,6 +233,8 @@ def test_one_key_among_many(core: Any, rng: np.random.Generator, seen: int) -> N
 EMPTY: dict[str, dict[str, Any]] = {
     "lengths": {"key_lengths": np.array([0, 7], np.int32)},
     "keys": {"key_mask": np.zeros((2, 9), np.bool_)},
+    "rows": {"query_lengths": np.array([0, 3], np.int32), "key_lengths": np.array([9, 7], np.int32)},
+    "masked rows": {"query_mask": np.array([[False] * 5, [True, False, True, True, False]])},
     "window": {"window": (2, 0), "q_offset": 40},
     "blocks": {"block_mask": patterns.from_dense(np.zeros((1, 1, 1), bool), queries=5, keys=9, block=16)},
 }
@@ -240,7 +256,9 @@ def test_empty_rows(backend: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("extent", ["B", "M", "N"])
-@pytest.mark.parametrize("kind", ["window", "lengths", "keys", "blocks", "packed", "lengths keys window"])
+@pytest.mark.parametrize(
+    "kind", ["window", "lengths", "keys", "blocks", "packed", "lengths query_lengths keys query_mask window"]
+)
 def test_nothing_at_all(backend: Any, rng: np.random.Generator, kind: str, extent: str) -> None:
     if kind == "packed" and extent == "B":
         pytest.skip("packed inputs have no batch axis")
@@ -282,11 +300,11 @@ def test_what_is_no_array_is_told_how_to_become_one(backend: Any, name: str) -> 
     packed = name.startswith("cu_seqlens")
     x = backend.arrays(make(B=2, H=1, M=4, N=4, D_t=8))
     x = [a[0].swapaxes(0, 1) for a in x] if packed else x
-    values: Any = [[True] * 4] * 2 if name == "key_mask" else [0, 4]
+    values: Any = [[True] * 4] * 2 if name.endswith("mask") else [0, 4]
     bounds = backend.mask_array(np.array([0, 4], I32))
     others = {other: bounds for other in ("cu_seqlens_q", "cu_seqlens_k") if packed and other != name}
     rows = streamkl_cupy.attention_kl_forward(
-        *x, **others, **{name: backend.mask_array(np.array(values, None if name == "key_mask" else I32))}
+        *x, **others, **{name: backend.mask_array(np.array(values, None if name.endswith("mask") else I32))}
     )
     for function, arguments in (
         (streamkl_cupy.attention_kl, x),
@@ -311,7 +329,7 @@ def test_contiguous_is_said_with_its_remedy(backend: Any) -> None:
     remedy = r"{0}\.contiguous\(\)" if backend.module == "torch" else rf"{backend.module}\.ascontiguousarray\({{0}}\)"
     for name, arrays, options in (
         ("key_lengths", x, {"key_lengths": lengths[::2]}),
-        ("key_lengths", x, {"key_lengths": expand}),
+        ("query_lengths", x, {"query_lengths": expand}),
         ("cu_seqlens_q", packed, {"cu_seqlens_q": bounds[::2], "cu_seqlens_k": good}),
         ("cu_seqlens_k", packed, {"cu_seqlens_k": bounds[::2], "cu_seqlens_q": good}),
     ):
@@ -320,7 +338,7 @@ def test_contiguous_is_said_with_its_remedy(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("kind", ["lengths causal", "packed causal", "head blocks"])
+@pytest.mark.parametrize("kind", ["lengths query_lengths causal", "query_mask", "packed causal", "head blocks"])
 def test_reductions(backend: Any, rng: np.random.Generator, kind: str, reduction: str) -> None:
     case = make_masked(rng, kind, M=30, N=20)
     weight = rng.random(rows_of(case)).astype(np.float32)
@@ -414,6 +432,7 @@ def test_packed_is_each_sequence_alone(backend: Any, rng: np.random.Generator) -
 
 
 def test_padded_and_packed_agree(core: Any, rng: np.random.Generator) -> None:
+    """Value and gradients of the batch that everybody has, whatever lies behind the lengths of rows and of keys."""
     lengths = [11, 0, 40, 3]
     N, bounds = max(lengths), cumulative(lengths)
     packed = make(H=2, M=sum(lengths), N=sum(lengths), D_t=16, seed=3)
@@ -424,15 +443,26 @@ def test_padded_and_packed_agree(core: Any, rng: np.random.Generator) -> None:
         for b, (start, stop) in enumerate(itertools.pairwise(bounds)):
             y[b, : stop - start] = x[start:stop]
         padded.append(core.array(y, "float32"))
-    one = streamkl_cupy.attention_kl(
+    ends, there = core.mask_array(np.array(lengths, np.int32)), np.arange(N) < np.array(lengths)[:, None]
+    one = streamkl_cupy.attention_kl_value_and_grad(
         *(core.array(x, "float32") for x in arrays),
         cu_seqlens_q=core.mask_array(bounds),
         cu_seqlens_k=core.mask_array(bounds),
+        reduction="mean",
+        wrt=INPUT_NAMES,
     )
-    other = streamkl_cupy.attention_kl(*padded, layout="bnhd", key_lengths=core.mask_array(np.array(lengths, np.int32)))
-    one, other = core.numpy(one), core.numpy(other)
-    for b, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        np.testing.assert_allclose(one[start:stop], other[b, : stop - start], rtol=1e-5, atol=1e-6)
+    for options in (
+        {"key_lengths": ends, "query_lengths": ends},
+        {"key_lengths": ends, "query_mask": core.mask_array(there)},
+        {"key_mask": core.mask_array(there), "query_lengths": ends},
+    ):
+        other = streamkl_cupy.attention_kl_value_and_grad(
+            *padded, layout="bnhd", reduction="mean", wrt=INPUT_NAMES, **options
+        )
+        assert float(core.numpy(other[0])) == pytest.approx(float(core.numpy(one[0])), rel=1e-5)
+        for x, y in zip(one[1], other[1], strict=True):
+            np.testing.assert_allclose(core.numpy(y)[there], core.numpy(x), rtol=1e-4, atol=1e-6)
+            assert (core.numpy(y)[~there] == 0).all()
 
 
 def test_chunks_of_queries(core: Any) -> None:
@@ -554,6 +584,9 @@ def test_numpy_work_falls_with_what_is_masked(rng: np.random.Generator) -> None:
     assert pairs_computed(**size, key_lengths=np.array([300, 0], np.int32)) == 4 * 2048 * 300
     key_mask = rng.random((2, 2048)) < 0.1
     assert pairs_computed(**size, key_mask=key_mask) == 4 * 2048 * int(key_mask.sum())
+    rows = np.array([300, 0], np.int32)
+    assert pairs_computed(**size, query_lengths=rows) == dense * 512 // 4096
+    assert pairs_computed(**size, query_mask=np.arange(2048) < rows[:, None]) == dense * 512 // 4096
     sparse = patterns.from_dense(rng.random((4, 32, 32)) < 0.125, queries=2048)
     assert pairs_computed(**size, block_mask=sparse) == int(sparse.dense().sum()) * 64 * 64 * 2
     bounds = cumulative([100, 900, 24, 1024])
@@ -565,7 +598,7 @@ def test_numpy_work_falls_with_what_is_masked(rng: np.random.Generator) -> None:
 
 
 def test_plan_and_warmup_take_masks(rng: np.random.Generator) -> None:
-    case = make_masked(rng, "head blocks keys lengths window offset", M=40, N=60)
+    case = make_masked(rng, KINDS[-1], M=40, N=60)
     streamkl_cupy.plan(*case.arrays, **case.options)
     streamkl_cupy.warmup(*case.arrays, **case.options)
 
@@ -608,6 +641,20 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"key_lengths: stride 2 between its 2 elements; allowed is 1, .* Pass numpy.ascontiguousarray\(key_lengths\)",
     ),
+    (
+        {"query_lengths": np.array([3, -1], I32)},
+        ValueError,
+        r"query_lengths\[1\] is -1; .* 0 to 7, the number of query r",
+    ),
+    ({"query_lengths": np.array([8, 1], I32)}, ValueError, r"query_lengths\[0\] is 8; allowed are 0 to 7"),
+    ({"query_lengths": np.array([3], I32)}, ValueError, r"query_lengths: shape \(1,\), .* expected \(2,\)"),
+    (
+        {"query_lengths": np.array([3, 4])},
+        TypeError,
+        r"query_lengths has dtype int64; allowed is int32. Cast it: .*asty",
+    ),
+    ({"query_mask": np.ones((2, 9), bool)}, ValueError, r"query_mask: shape \(2, 9\), .*query row: expected \(2, 7\)"),
+    ({"query_mask": np.ones((2, 7))}, TypeError, "query_mask has dtype float64; allowed is bool"),
     ({"key_mask": np.ones((2, 9))}, TypeError, "key_mask has dtype float64; allowed is bool"),
     ({"key_mask": np.ones(9, bool)}, ValueError, r"key_mask: shape \(9,\), .* expected \(2, 9\)"),
     ({"key_mask": np.ones((2, 1), bool)}, ValueError, r"expected \(2, 9\)"),
@@ -658,6 +705,12 @@ PACKED_BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_q": np.array([0, 7])}, TypeError, "cu_seqlens_q has dtype int64; allowed is int32"),
     ({"key_mask": np.ones(9, bool)}, NotImplementedError, "key_mask with cu_seqlens_q .*: packed sequences are built"),
     (lengths(9), NotImplementedError, "key_lengths with cu_seqlens_q"),
+    (
+        {"query_lengths": np.array([7], I32)},
+        NotImplementedError,
+        "query_lengths with cu_seqlens_q.* rows out of the pac",
+    ),
+    ({"query_mask": np.ones(7, bool)}, NotImplementedError, "query_mask with cu_seqlens_q"),
     ({"block_mask": patterns.full(queries=7, keys=9)}, NotImplementedError, "block_mask with cu_seqlens_q"),
 ]
 
@@ -729,7 +782,13 @@ def torch_backend(request: pytest.FixtureRequest) -> Any:
     return Torch() if request.param == "cpu" else TorchCuda()
 
 
-TORCH_KINDS = ["window causal", "lengths", "keys window", "head blocks lengths", "packed causal"]
+TORCH_KINDS = [
+    "window causal",
+    "lengths query_lengths",
+    "keys query_mask window",
+    "head blocks lengths",
+    "packed causal",
+]
 
 
 @pytest.mark.parametrize("kind", TORCH_KINDS)
@@ -783,16 +842,20 @@ def test_torch_vmap(torch_backend: Any, rng: np.random.Generator, rank: int, map
 
     x = [array(M), array(N), array(M), array(N)]
     many = (V, B) if mapped else (B,)
-    key_lengths = torch_backend.mask_array(rng.integers(1, N + 1, many).astype(I32))
-    shape = (*((V,) if mapped else ()), *((B,) if rank == 4 else ()), N)
-    key_mask = torch_backend.mask_array(rng.random(shape) < 0.8)
+    shape = (*((V,) if mapped else ()), *((B,) if rank == 4 else ()))
+    masks = {
+        "key_lengths": torch_backend.mask_array(rng.integers(1, N + 1, many).astype(I32)),
+        "query_lengths": torch_backend.mask_array(rng.integers(1, M + 1, many).astype(I32)),
+        "key_mask": torch_backend.mask_array(rng.random((*shape, N)) < 0.8),
+        "query_mask": torch_backend.mask_array(rng.random((*shape, M)) < 0.8),
+    }
 
     def call(x: Any, held: Any) -> Any:
-        return streamkl_cupy.attention_kl(*x, key_lengths=held[0], key_mask=held[1])
+        return streamkl_cupy.attention_kl(*x, **held)
 
-    got = torch.vmap(call, in_dims=(0, 0 if mapped else None))(x, (key_lengths, key_mask))
+    got = torch.vmap(call, in_dims=(0, 0 if mapped else None))(x, masks)
     for v in range(V):
-        held = (key_lengths[v], key_mask[v]) if mapped else (key_lengths, key_mask)
+        held = {name: mask[v] if mapped else mask for name, mask in masks.items()}
         np.testing.assert_allclose(
             torch_backend.numpy(got[v]), torch_backend.numpy(call([a[v] for a in x], held)), rtol=1e-5, atol=1e-6
         )
@@ -801,16 +864,18 @@ def test_torch_vmap(torch_backend: Any, rng: np.random.Generator, rank: int, map
 def test_torch_vmap_of_gradients(torch_backend: Any, rng: np.random.Generator) -> None:
     torch = torch_backend.xp
     x = [torch_backend.array(rng.standard_normal((3, 2, 2, rows, 8)), "float32") for rows in (6, 20, 6, 20)]
-    key_lengths = torch_backend.mask_array(rng.integers(0, 21, (3, 2)).astype(I32))
-    key_mask = torch_backend.mask_array(rng.random((2, 20)) < 0.8)
+    lengths = [torch_backend.mask_array(rng.integers(0, most + 1, (3, 2)).astype(I32)) for most in (20, 6)]
+    key_mask, query_mask = (torch_backend.mask_array(rng.random((2, count)) < 0.8) for count in (20, 6))
 
-    def loss(tq: Any, tk: Any, sq: Any, sk: Any, lengths: Any) -> Any:
-        return streamkl_cupy.attention_kl(tq, tk, sq, sk, key_lengths=lengths, key_mask=key_mask).sum()
+    def loss(tq: Any, tk: Any, sq: Any, sk: Any, keys: Any, rows: Any) -> Any:
+        return streamkl_cupy.attention_kl(
+            tq, tk, sq, sk, key_lengths=keys, query_lengths=rows, key_mask=key_mask, query_mask=query_mask
+        ).sum()
 
     gradient = torch.func.grad(loss, argnums=(0, 1, 2, 3))
-    got = torch.vmap(gradient)(*x, key_lengths)
+    got = torch.vmap(gradient)(*x, *lengths)
     for v in range(3):
-        for a, b in zip(got, gradient(*(y[v] for y in x), key_lengths[v]), strict=True):
+        for a, b in zip(got, gradient(*(y[v] for y in (*x, *lengths))), strict=True):
             np.testing.assert_allclose(torch_backend.numpy(a[v]), torch_backend.numpy(b), rtol=1e-4, atol=1e-5)
 
 
@@ -869,7 +934,7 @@ def test_torch_wants_tensors(torch_backend: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["lengths", "packed causal", "keys", "head blocks"])
+@pytest.mark.parametrize("kind", ["lengths query_lengths", "packed causal", "keys query_mask", "head blocks"])
 def test_graph_capture(rng: np.random.Generator, kind: str) -> None:
     """Arrays of masks are read on the device: a captured call follows what is written into them later."""
     from conftest import TorchCuda
@@ -890,10 +955,11 @@ def test_graph_capture(rng: np.random.Generator, kind: str) -> None:
     for _ in range(2):
         for a in x:
             a.copy_(torch.randn_like(a))
-        if "key_lengths" in options:
-            options["key_lengths"].random_(0, 90)
-        if "key_mask" in options:
-            options["key_mask"].copy_(torch.rand(options["key_mask"].shape, device="cuda") < 0.5)
+        for name, held in options.items():
+            if name.endswith("lengths"):
+                held.random_(0, 70)
+            if name in ("key_mask", "query_mask"):
+                held.copy_(torch.rand(held.shape, device="cuda") < 0.5)
         graph.replay()
         expected, wanted = streamkl_cupy.attention_kl_value_and_grad(*x, **options)
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
@@ -911,7 +977,7 @@ def jax_backend(request: pytest.FixtureRequest) -> Any:
     return Jax() if request.param == "cpu" else JaxCuda()
 
 
-@pytest.mark.parametrize("kind", ["window causal", "head blocks keys lengths window offset", "packed causal"])
+@pytest.mark.parametrize("kind", ["window causal", KINDS[-1], "packed causal"])
 def test_jax_grad_under_jit(jax_backend: Any, rng: np.random.Generator, kind: str) -> None:
     jax = jax_backend.xp
     case = make_masked(rng, kind, M=20, N=30)
@@ -936,21 +1002,28 @@ def test_jax_vmap(jax_backend: Any, rng: np.random.Generator, rank: int, mapped:
     lead = (B, H)[4 - rank :]
     first = {"inputs": ((V,), ()), "masks": ((), (V,)), "both": ((V,), (V,))}[mapped]
     x = [jax_backend.array(rng.standard_normal((*first[0], *lead, rows, 8)), "float32") for rows in (M, N, M, N)]
-    key_lengths = jax_backend.mask_array(rng.integers(1, N + 1, (*first[1], B)).astype(I32))
-    key_mask = jax_backend.mask_array(rng.random((*first[1], *((B,) if rank == 4 else ()), N)) < 0.8)
+    shape = (*first[1], *((B,) if rank == 4 else ()))
+    held = {
+        "key_lengths": jax_backend.mask_array(rng.integers(1, N + 1, (*first[1], B)).astype(I32)),
+        "query_lengths": jax_backend.mask_array(rng.integers(1, M + 1, (*first[1], B)).astype(I32)),
+        "key_mask": jax_backend.mask_array(rng.random((*shape, N)) < 0.8),
+        "query_mask": jax_backend.mask_array(rng.random((*shape, M)) < 0.8),
+    }
 
     def call(x: Any, held: Any) -> Any:
         def total(x: Any) -> Any:
-            kl = streamkl_cupy.attention_kl(*x, key_lengths=held[0], key_mask=held[1])
+            kl = streamkl_cupy.attention_kl(*x, **held)
             return kl.sum(), kl
 
         (_, kl), grads = jax.value_and_grad(total, has_aux=True)(x)
         return kl, grads[2], grads[3]
 
-    held = (key_lengths, key_mask)
     got = jax.vmap(call, in_axes=tuple(0 if axes else None for axes in first))(x, held)
     for v in range(V):
-        one = call([a[v] for a in x] if first[0] else x, tuple(m[v] for m in held) if first[1] else held)
+        one = call(
+            [a[v] for a in x] if first[0] else x,
+            {name: mask[v] for name, mask in held.items()} if first[1] else held,
+        )
         for a, b in zip(got, one, strict=True):
             np.testing.assert_allclose(np.asarray(a[v]), np.asarray(b), rtol=1e-5, atol=1e-5)
 

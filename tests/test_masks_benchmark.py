@@ -35,6 +35,7 @@ def test_the_cases(cases: dict[str, Any]) -> None:
         "packed, 11 sequences",
         "padded, no mask",
         "padded, key_lengths",
+        "padded, both lengths",
         "sharded 1/8",
         "sharded 1/16",
         "sharded 1/8 causal",

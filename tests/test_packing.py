@@ -57,8 +57,8 @@ def prologue(text: str) -> str:
 
 def paths(name: str) -> dict[str, str]:
     """Members of an argument struct, with the codes of their types; those of its base as a kernel says them."""
-    if name == "KeyBitsArgs":
-        return {"keys": "Q", "words": "Q", "batch": "q", "column": "q", "entries": "i", "count": "i"}
+    if name == "MaskBitsArgs":
+        return {"bytes": "Q", "words": "Q", "batch": "q", "column": "q", "count": "q", "entries": "i"}
     four, three = ("batch", "head", "row", "column"), ("batch", "head", "row")
     forward = "Forward" in name
     tensors = {f"in.{x}": four for x in INPUT_NAMES}
@@ -176,8 +176,11 @@ class Call:
         })  # fmt: skip
         self.rows = RowStats(**{name: SimpleNamespace(ptr=next(self.addresses)) for name in ROWS[1:]})
         self.masks = SimpleNamespace(**{
-            name: SimpleNamespace(ptr=next(self.addresses), shape=(batch, N), strides=(2 * N + 3, 2))
-            for name in ("key_lengths", "key_mask", "cu_seqlens_q", "cu_seqlens_k")
+            name: SimpleNamespace(ptr=next(self.addresses), shape=(batch, count), strides=(2 * count + 3, 2))
+            for name, count in (
+                ("key_lengths", N), ("key_mask", N), ("cu_seqlens_q", N), ("cu_seqlens_k", N),
+                ("query_lengths", M), ("query_mask", M),
+            )
         })  # fmt: skip
         self.workspace = next(self.addresses)
         self.runner = launch.Runner(p)
@@ -258,14 +261,37 @@ def test_a_forward_is_packed_by_name(book: Book, rng: np.random.Generator) -> No
     want = call.expected(plan.forward, words) | {"workspace": call.workspace + plan.mask_bytes}
     for name, view in rows:
         want |= under(name, {**row, "pointer": view.ptr})
-    assert [name for name, _ in book] == ["streamkl_key_bits", "streamkl_forward", "streamkl_combine"]
+    assert [name for name, _ in book] == ["streamkl_mask_bits", "streamkl_forward", "streamkl_combine"]
     check(forward[1], want, book)
     check(combine[1], want, book)
-    assert book.shapes == shapes(plan.key_bits, plan.forward, plan.combine)
+    assert book.shapes == shapes(plan.mask_bits[0].kernel, plan.forward, plan.combine)
     assert bits[1] == {
-        "keys": call.masks.key_mask.ptr, "words": call.workspace, "batch": 140_003, "column": 2,
-        "entries": 2, "count": 70_000,
+        "bytes": call.masks.key_mask.ptr, "words": call.workspace, "batch": 140_003, "column": 2,
+        "count": 70_000, "entries": 2,
     }  # fmt: skip
+
+
+@needs_compiler
+def test_masks_of_keys_and_of_rows_are_packed_one_after_the_other(book: Book, rng: np.random.Generator) -> None:
+    call = Call(rng, 300, 3333, (64, 128), MaskSpec(("query_lengths", "keys", "query_mask"), ()))
+    call.forward()
+    plan: Plan = call.runner.plan
+    keys, rows, (_, forward), *_ = book
+    behind = call.workspace + -(-2 * -(-3333 // 32) * 4 // 128) * 128
+    for got, name, count, words in (
+        (keys, "key_mask", 3333, call.workspace),
+        (rows, "query_mask", 300, behind),
+    ):
+        assert got == (
+            "streamkl_mask_bits",
+            {
+                "bytes": getattr(call.masks, name).ptr, "words": words, "batch": 2 * count + 3, "column": 2,
+                "count": count, "entries": 2,
+            },
+        )  # fmt: skip
+    assert forward["n.mask"][:3] == (call.masks.query_lengths.ptr, call.workspace, behind)
+    assert plan.mask_bytes == behind - call.workspace + 128
+    assert book.shapes[:2] == shapes(*(packed.kernel for packed in plan.mask_bits))
 
 
 @needs_compiler
@@ -275,8 +301,8 @@ def test_a_gradient_is_packed_by_name(book: Book, rng: np.random.Generator, name
     kernel = call.runner.plan.gradient(name)
     call.backward(name)
     (bits, (symbol, got)) = book
-    assert book.shapes == shapes(call.runner.plan.key_bits, kernel)
-    assert (bits[0], symbol) == ("streamkl_key_bits", "streamkl_gradient")
+    assert book.shapes == shapes(call.runner.plan.mask_bits[0].kernel, kernel)
+    assert (bits[0], symbol) == ("streamkl_mask_bits", "streamkl_gradient")
     side = getattr(call.problem, name[:7])
     want = call.expected(kernel, (11, 13, -17, call.masks.key_lengths.ptr, call.workspace)) | gradient(call, side)
     want |= under("out", compact(name, call, getattr(call.outputs, name).ptr))
@@ -302,14 +328,14 @@ def test_both_gradients_of_a_side_are_packed_by_name(
     fused = dict(zip(("teacher", "student"), plan.fused))[side]
     call.backward(f"{side}_q", f"{side}_k")
     assert [name for name, _ in book] == [
-        "streamkl_key_bits", "streamkl_fused_prepare", "streamkl_fused", "streamkl_fused_finish"
+        "streamkl_mask_bits", "streamkl_fused_prepare", "streamkl_fused", "streamkl_fused_finish"
     ]  # fmt: skip
     want = call.expected(fused.main, (11, 13, -17, call.masks.key_lengths.ptr, call.workspace))
     want |= gradient(call, getattr(call.problem, side)) | {"workspace": call.workspace + plan.mask_bytes}
     for field, which in (("out", "k"), ("out_q", "q")):
         name = f"{side}_{which}"
         want |= under(field, compact(name, call, getattr(call.outputs, name).ptr))
-    assert book.shapes == shapes(plan.key_bits, *fused.kernels)
+    assert book.shapes == shapes(plan.mask_bits[0].kernel, *fused.kernels)
     for _, got in book[1:]:
         check(got, {**want, "partial_slots": 0, "partial_arrivals": 0, "partial_sums": 0}, book)
 
@@ -348,7 +374,7 @@ def test_workspaces_are_as_large_as_what_kernels_put_there(tmp_path: Path, rng: 
         tmp_path,
         flatten("common/sizes.cuh", {}, {})
         + 'extern "C" int tiles(int rows, int tile, int sequences) { return row_tiles(rows, tile, sequences); }\n'
-        'extern "C" int words(int keys) { return key_words(keys); }\n',
+        'extern "C" int words(int bits) { return bit_words(bits); }\n',
     )
     for trial in range(6):
         M, N = int(rng.integers(300, 3000)), int(rng.integers(*((1, 129) if trial > 3 else (300, 3000))))
@@ -396,9 +422,9 @@ def test_plans_go_to_other_processes(book: Book, rng: np.random.Generator) -> No
 
 def test_a_field_without_a_value_is_not_zero_by_chance() -> None:
     with pytest.raises(KeyError, match=r"count.* has no value"):
-        structs.KEY_BITS.pack({"batch": 1, "column": 1, "entries": 1})
+        structs.MASK_BITS.pack({"batch": 1, "column": 1, "entries": 1})
     with pytest.raises(KeyError, match="rows"):
-        structs.KEY_BITS.pack({"batch": 1, "column": 1, "entries": 1, "count": 1, "rows": 1})
+        structs.MASK_BITS.pack({"batch": 1, "column": 1, "entries": 1, "count": 1, "rows": 1})
 
 
 def test_split_states_fit_the_workspace(rng: np.random.Generator) -> None:

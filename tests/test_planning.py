@@ -579,8 +579,8 @@ def test_facts_of_an_installed_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("keys", [1, 32, 33, 8192, 100_001])
 def test_a_warp_packs_a_word_of_a_mask_of_keys(keys: int) -> None:
     for batch in (1, 3):
-        bits = plan(N=keys, batch=batch, mask=MaskSpec(("keys",))).key_bits
-        assert bits is not None
+        (packed,) = plan(N=keys, batch=batch, mask=MaskSpec(("keys",))).mask_bits
+        bits = packed.kernel
         assert bits.threads % 32 == 0
         assert bits.threads <= 1024
         words = batch * -(-keys // 32)

@@ -91,7 +91,7 @@ def test_every_problem_of_the_catalogue_has_a_plan(arch: str, divergence: str, s
     assert len({c["SKL_MASK_PARTS"] for c in constants}) == len(catalogue.MASK_CASES)
     passes = {"teacher", "student"} if arch == "sm_90" else set()
     gradients = {"teacher_q", "teacher_k", "student_q", "student_k"}
-    assert {e.kernel.name for e in listed} == {"forward", "combine", "key_bits"} | gradients | passes
+    assert {e.kernel.name for e in listed} == {"forward", "combine", "mask_bits"} | gradients | passes
 
 
 def test_an_architecture_that_shares_its_kernels_with_others(rng: np.random.Generator) -> None:

@@ -101,7 +101,11 @@ def sees(options: dict[str, Any], M: int, N: int, b: int, h: int, i: int, j: int
         return False
     if "key_lengths" in options and j >= options["key_lengths"][b]:
         return False
+    if "query_lengths" in options and i >= options["query_lengths"][b]:
+        return False
     if "key_mask" in options and not np.atleast_2d(options["key_mask"])[b, j]:
+        return False
+    if "query_mask" in options and not np.atleast_2d(options["query_mask"])[b, i]:
         return False
     if "block_mask" in options:
         pattern = options["block_mask"]
@@ -174,8 +178,9 @@ def some_blocks(heads: int, rng: np.random.Generator) -> Any:
         {"window": (0, -1)},
         {"key_lengths": [9, 4]},
         {"key_mask": "random", "causal": True},
+        {"query_mask": "random", "window": (2, 3)},
         {"block_mask": 1},
-        {"block_mask": 4, "causal": True, "key_lengths": [2, 8]},
+        {"block_mask": 4, "causal": True, "key_lengths": [2, 8], "query_lengths": [7, 3]},
         {"cu_seqlens_q": [0, 3, 3, 6], "cu_seqlens_k": [1, 3, 5, 9]},
         {"cu_seqlens_q": [1, 4, 7], "cu_seqlens_k": [0, 5, 8], "causal": True},
         {"cu_seqlens_q": [0, 4, 7], "cu_seqlens_k": [0, 5, 9], "window": (1, 1), "q_offset": 1},
@@ -189,8 +194,8 @@ def test_reference_is_the_definition_one_pair_at_a_time(
     B = 1 if packed else 2
     given: dict[str, Any] = {"teacher_scale": -0.7} if rng.random() < 0.5 else {"student_scale": 1.3}
     for name, x in options.items():
-        if name == "key_mask":
-            x = rng.random((B, 9)) < 0.6
+        if x == "random":
+            x = rng.random((B, 9 if name == "key_mask" else 7)) < 0.6
         given[name] = some_blocks(x, rng) if name == "block_mask" else np.array(x) if isinstance(x, list) else x
     case = make(
         "gaussian", B=B, H=4, M=7, N=9, D_t=3, D_s=2, teacher_key_heads=2, student_key_heads=1,

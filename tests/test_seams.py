@@ -95,11 +95,6 @@ def test_only_the_last_part_may_have_lists() -> None:
     assert not any(part.listed for part in list(MASKS.values())[:-1])
 
 
-def test_only_one_array_is_packed_to_bits() -> None:
-    """They lie at the start of the workspace."""
-    assert sum(array.bits for part in MASKS.values() for array in part.arrays) <= 1
-
-
 @pytest.mark.parametrize("name", sorted(DIVERGENCES))
 def test_divergence_is_a_pair_of_files(name: str) -> None:
     entry = DIVERGENCES[name]
@@ -124,7 +119,7 @@ def test_the_readme_has_the_divergence(name: str) -> None:
 def test_every_header_of_a_registry_folder_is_registered() -> None:
     registered = {entry.header for registry in (MASKS, DIVERGENCES, SCORES) for entry in registry.values()}
     shared = {f"{folder}/interface.cuh" for folder in ("masks", "divergences", "scores")}
-    shared |= {"masks/all.cuh", "divergences/relative_entropy.cuh", "divergences/softmax_sums.cuh"}
+    shared |= {"masks/all.cuh", "masks/bits.cuh", "divergences/relative_entropy.cuh", "divergences/softmax_sums.cuh"}
     shared |= {"scores/all.cuh", "scores/softcap.cuh"}
     assert {name_of(path) for path in sources("masks", "divergences", "scores")} - shared == registered
 

@@ -55,7 +55,7 @@ WRITTEN = {
     "softmax_scale": "teacher_scale and student_scale",
     "window_size": r"window=\(left, right\); -1 is no limit",
     "sliding_window": r"causal=True, window=\(sliding_window - 1, 0\)",
-    "query_seq_lengths": "row_weight 0.*cu_seqlens_q",
+    "query_seq_lengths": r"query_lengths, \(B,\) int32.*cu_seqlens_q",
     "key_value_seq_lengths": r"key_lengths, \(B,\) int32",
     "cu_seqlens": "cu_seqlens_q and cu_seqlens_k; one array may be given for both",
     "cu_seqlens_kv": "say cu_seqlens_k",

@@ -2,8 +2,8 @@
 #pragma once
 #include "common/types.cuh"
 
-// Words of a batch entry's mask of keys, 32 keys to a word.
-__device__ constexpr int key_words(int keys) { return ceil_div(keys, 32); }
+// Words of so many bits, 32 to a word.
+__device__ constexpr int bit_words(int bits) { return ceil_div(bits, 32); }
 
 // Tiles of `tile` rows; of packed sequences as many as any lengths need (masks/packed.cuh).
 __device__ constexpr int row_tiles(int rows, int tile, int sequences) {

@@ -88,6 +88,7 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, Strip<kTiles>& s,
                     const int r = row + 16 * m + Accumulators::below(Accumulators::row(e)),
                               other = at.row() + column + Accumulators::column(e);
                     if (!(kRowsAreQueries ? at.mask.visible(r, other) : at.mask.visible(other, r))) dx = 0.f;
+                    if (Mask::kPicksQueries && !kRowsAreQueries && x.lse_t == -infinity()) dx = 0.f;
                 }
                 t[m][c][e] = dx;
             }
@@ -215,11 +216,12 @@ __device__ inline void write(const GradientArgs& args, const Block& block, int f
                 factor *= power_of_two(exponent - kTopExponent);
             }
             if (r >= (kRowsAreQueries ? here.queries : here.keys)) continue;
+            const bool kept = !Mask::kPicksQueries || !kRowsAreQueries || mask.there(r);
 #pragma unroll
             for (int d = 0; d < kOutTiles; ++d) {
                 const int column = 8 * d + Accumulators::first_column(lane);
-                const float x = out[m][d][Accumulators::element(half, 0)] * factor,
-                            y = out[m][d][Accumulators::element(half, 1)] * factor;
+                const float x = kept ? out[m][d][Accumulators::element(half, 0)] * factor : 0.f,
+                            y = kept ? out[m][d][Accumulators::element(half, 1)] * factor : 0.f;
                 const u64 address = head_base + (r * args.out.row + column) * bytes;
                 if (OutTile::kHeadDim % 2 == 0 && column < OutTile::kHeadDim) {
                     OutElement::store_pair(address, x, y);

@@ -61,6 +61,7 @@ constexpr int kTileBytes = Teacher::bytes(kColumns) + Student::bytes(kColumns);
 constexpr int kStatsBytes = kRowsAreQueries ? 0 : Stats::kFloats * 4 + 16;  // the 16: an exponent
 constexpr int kStatsPerLane = ceil_div(kColumns, 32);                       // of the producer
 constexpr int kHeld = SKL_HELD_STEPS;                                       // of the teacher's resident rows
+constexpr bool kAsksStats = Mask::kPicksQueries && !kRowsAreQueries;        // which queries are there
 constexpr bool kAhead = SKL_AHEAD;  // the next tile's scores are multiplied while this one's gradients are computed
 constexpr int kBarriers = 2 * kRing + 2;
 // Sums of long head dims, the teacher's, are two halves.
@@ -286,15 +287,19 @@ __device__ inline void logit_gradients(float (&t)[kTiles][4], float (&s)[kTiles]
 
 // Sets the pairs that are not visible to zero, whatever came out for them. A pass of its own: the other scores'
 // registers are free by then, and tiles that are visible as a whole do not pay for it.
-__device__ inline void hide(float (&dx)[kTiles][4], const Mask& mask, int row, int first_column) {
+__device__ inline void hide(float (&dx)[kTiles][4], const Mask& mask, int row, int first_column, u32 stats) {
 #pragma unroll
-    for (int c = 0; c < kTiles; ++c)
+    for (int c = 0; c < kTiles; ++c) {
+        float lse_t[2];
+        if constexpr (kAsksStats) Stats::read_lse(lse_t, stats, 4 * c + Accumulators::pair(lane_id()));
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int r = row + Accumulators::below(Accumulators::row(e));
             const int column = first_column + 8 * c + Accumulators::first_column(lane_id()) + Accumulators::column(e);
             if (!(kRowsAreQueries ? mask.visible(r, column) : mask.visible(column, r))) dx[c][e] = 0.f;
+            if (kAsksStats && lse_t[Accumulators::column(e)] == -infinity()) dx[c][e] = 0.f;
         }
+    }
 }
 
 using Gradients = FragmentA<Out::kCode>[kTiles / 2];
@@ -416,10 +421,12 @@ struct Consumer {
             } else if constexpr (kNarrow) {
                 factor *= power_of_two(exponent - kTopExponent);
             }
+            const bool kept = !Mask::kPicksQueries || !kRowsAreQueries || first_mask().there(r);
 #pragma unroll
             for (int d = 0; d < kOutTiles; ++d) {
-                out[d][Accumulators::element(half, 0)] *= factor;
-                out[d][Accumulators::element(half, 1)] *= factor;
+                float &x = out[d][Accumulators::element(half, 0)], &y = out[d][Accumulators::element(half, 1)];
+                x = kept ? x * factor : 0.f;
+                y = kept ? y * factor : 0.f;
             }
         }
         if constexpr (kSumsInParts<Mask>) {
@@ -495,7 +502,7 @@ private:
         logit_gradients(t, s, stats, shared.stats(slot), numbers);
     }
     __device__ void hide_unseen(Scores& dx, const Cursor<Mask>& walk, int slot) const {
-        hide(dx, walk.mask, row(), walk.row());
+        hide(dx, walk.mask, row(), walk.row(), shared.stats(slot));
         clear_non_finite<OutElement, kColumns, Out::kChunks>(shared.tile(slot) + out_offset(kColumns),
                                                              kWarpgroup + group);
     }

@@ -8,7 +8,8 @@
 //   Range queries_of(int k0, int k1)           smallest interval of rows that may see any key of [k0, k1)
 //   bool any_visible(q0, q1, k0, k1)           false: the intervals name this tile, and still nothing of it is visible
 //   bool full(q0, q1, k0, k1)                  every pair of the two intervals is visible (and inside the segment)
-//   bool visible(q, k)                         this pair is visible (and inside the segment)
+//   bool visible(q, k)                         this pair is visible (and inside the segment), if the row is there
+//   bool there(q)                              row q is one of those that see anything at all: see kPicksQueries
 //   bool key_seen(q0, q1, k)                   some row of [q0, q1) sees key k
 //   bool query_seen(k0, k1, q)                 row q sees some key of [k0, k1)
 //
@@ -19,6 +20,11 @@
 //   kHoles    so may whole tiles: `any_visible` can be false
 //   kListed   the tiles to visit stand in a list; which work tile a block has follows from one too
 //   kKnowsQueries   rows of one strip of 16 see other keys
+//   kPicksQueries   some of them are not there, and see nothing at all. Where they are stationary, `full` does not ask:
+//             whatever comes of such rows stays their own, and is put aside where it is written. Where they are streamed,
+//             a log-sum-exp of minus infinity tells them from others, in tiles that are not full
+//   kShortens what it hides are the last rows or keys: `shorten` takes them from the mask's segment, and the other
+//             parts are not asked about them: a row whose window lies behind the last key sees nothing
 //
 // Kernels visit the tiles that the intervals, the list and `any_visible` leave, test `visible` only on tiles that are
 // not full, and fill operand rows that are not seen with zeros, so whatever such memory holds never enters a product.
@@ -64,14 +70,17 @@ struct TileEntry {
 
 struct Part {
     static constexpr bool kRagged = false, kSparse = false, kHoles = false, kListed = false, kKnowsQueries = false;
+    static constexpr bool kPicksQueries = false, kShortens = false;
     static constexpr int kWords = 0;
     template <int ROWS, bool QUERIES>
     __device__ static void locate(Words, const Extents&, int, WorkTile&, Segment&) {}
+    __device__ static void shorten(Segment&) {}
     __device__ static Range keys_of(int, int) { return {0, kNoLimit}; }
     __device__ static Range queries_of(int, int) { return {0, kNoLimit}; }
     __device__ static bool any_visible(int, int, int, int) { return true; }
     __device__ static bool full(int, int, int, int) { return true; }
     __device__ static bool visible(int, int) { return true; }
+    __device__ static bool there(int) { return true; }
     // Of listed parts only: which entries of the list are tiles of `tiles`; one of them; what is known where the cursor
     // is.
     __device__ static Range steps_of(int, Range tiles) { return tiles; }

@@ -4,11 +4,9 @@
 
 struct KeyLengths : Part {
     static constexpr int kWords = 1;
+    static constexpr bool kShortens = true;
     int length;
     __device__ KeyLengths(Words& words, const Extents&, const Segment& segment, int batch, int)
         : length(max(0, min(words.pointer<int>()[batch], segment.keys))) {}
-    __device__ Range keys_of(int, int) const { return {0, length}; }
-    __device__ Range queries_of(int k0, int) const { return {0, k0 < length ? kNoLimit : 0}; }
-    __device__ bool full(int, int, int, int k1) const { return k1 <= length; }
-    __device__ bool visible(int, int k) const { return k < length; }
+    __device__ void shorten(Segment& segment) const { segment.keys = length; }
 };

@@ -23,7 +23,8 @@ struct OfSide<kStudent, Teacher, Student> {
 constexpr int kTopExponent = 14;  // they stay below 2^15, half of the type's largest number
 constexpr int kLowestExponent = kTopExponent - 126;
 
-// One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything.
+// One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything, but
+// where its log-sum-exp will be asked whether it is there.
 // Where intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so
 // that the reads of several rows are under way together: such a row reads that of the head's first one, which is there
 // even where a sequence without rows ends the array.
@@ -35,7 +36,9 @@ __device__ inline RowStats read_row_stats(const GradientArgs& args, const Mask& 
     const float weight = *row_vector(args.grad, b, h, row);
     const float value = Logit::kNeedsValue ? *row_vector(args.value, b, h, row) : 0.f;
     const bool seen = inside & !(Mask::kSparse && lse_t == -infinity());
-    return {seen ? kLog2e * lse_t : 0.f, seen ? kLog2e * lse_s : 0.f, seen ? weight : 0.f, seen ? kLog2e * value : 0.f};
+    const float unseen = Mask::kPicksQueries && !kRowsAreQueries ? -infinity() : 0.f;
+    return {seen ? kLog2e * lse_t : unseen, seen ? kLog2e * lse_s : 0.f, seen ? weight : 0.f,
+            seen ? kLog2e * value : 0.f};
 }
 
 // Stats of COLUMNS streamed queries, as floats: all log-sum-exps of the teacher, all of the student, the weights and,
@@ -54,6 +57,11 @@ struct RowStatsLayout {
     }
     __device__ static float weight(const float* tile, int column) { return tile[2 * COLUMNS + column]; }
     // Of a pair of neighbouring columns, from shared memory.
+    __device__ static void read_lse(float (&lse_t)[2], u32 tile, int pair) {
+        const float2 x = shared_float2(tile + 8 * pair);
+        lse_t[0] = x.x;
+        lse_t[1] = x.y;
+    }
     __device__ static void read(RowStats (&x)[2], u32 tile, int pair) {
         const auto two = [tile, pair](int vector) { return shared_float2(tile + 4 * COLUMNS * vector + 8 * pair); };
         const float2 lse_t = two(0), lse_s = two(1), weight = two(2);

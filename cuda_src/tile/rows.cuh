@@ -86,6 +86,9 @@ __device__ inline void write_rows(const ForwardArgs& args, const Block& block, c
         const int r = row + below_first(i);
         const float2 offset = offsets(r - row);
         if (!Accumulators::writes_row(lane_id()) || r >= segment.queries) continue;
+        if constexpr (Mask::kPicksQueries) {
+            if (!Mask(n, segment, block.batch, block.head).there(r)) x.start();
+        }
         if (n.splits == 1) {
             x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
             if constexpr (Offsets::kAny)

@@ -95,6 +95,8 @@ class Case:
     lengths: tuple[int, ...] = ()
     """Keys of each batch entry; of each sequence if packed."""
     packed: bool = False
+    rows_end: bool = False
+    """Whether the rows of each batch entry end where its keys do."""
     pattern: patterns.BlockPattern | None = None
 
     @property
@@ -110,7 +112,8 @@ class Case:
         if self.packed:
             ends = np.array((0, *np.cumsum(self.lengths)), np.int32)
             return {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-        return {"key_lengths": np.array(self.lengths, np.int32)} if self.lengths else {}
+        ends = np.array(self.lengths, np.int32)
+        return {} if not self.lengths else {"key_lengths": ends, **({"query_lengths": ends} if self.rows_end else {})}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -127,7 +130,7 @@ class Case:
     def scenes(self) -> Iterator[tuple[int, int]]:
         """Rows and keys of every batch entry or sequence."""
         for length in self.lengths or (self.rows,) * self.batch:
-            yield length if self.packed else self.rows, length
+            yield length if self.packed or self.rows_end else self.rows, length
 
     def visible(self, head: int, rows: Array, keys: Array) -> Array:
         """(rows, keys) bool inside one entry or sequence, by the definition of each mask."""
@@ -233,6 +236,7 @@ def cases_of(group: str, size: int, heads: int, options: argparse.Namespace) -> 
             replace(dense, title=f"packed, {len(lengths)} sequences", lengths=lengths, packed=True),
             padded,
             replace(padded, title="padded, key_lengths", lengths=lengths),
+            replace(padded, title="padded, both lengths", lengths=lengths, rows_end=True),
         ]
     return [
         dense,

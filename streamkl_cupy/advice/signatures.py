@@ -18,7 +18,8 @@ from ..options import SHARED
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _MASKS = (
-    "say which keys a batch entry has by key_mask, (B, N) bool, True where there is a key; masks by row are causal, "
+    "say which keys a batch entry has by key_mask, (B, N) bool, True where there is a key, and which rows by "
+    "query_mask, (B, M); masks by row and key are causal, "
     "window, cu_seqlens_q and cu_seqlens_k, and block_mask (streamkl_cupy.patterns.from_dense). Nothing is added to "
     "logits"
 )
@@ -27,7 +28,7 @@ _TEMPERATURE = (
     "divide both scales by it: teacher_scale=1 / (T * D_t**0.5), student_scale=1 / (T * D_s**0.5); and multiply the "
     "loss by T**2 where gradients are to keep their size"
 )
-_LENGTHS = "say key_lengths, (B,) int32"
+_LENGTHS = "say key_lengths, (B,) int32, and query_lengths where query rows are padded too"
 _NO_DROPOUT = "leave it out: the distributions are compared as they are, without dropout"
 _WEIGHT = "say row_weight, an array that broadcasts to the rows: 0 where a row does not count"
 _INPUTS = "the arrays are teacher_q, teacher_k, student_q and student_k"
@@ -49,9 +50,15 @@ _MEANT = {
     "attention_mask": _MASKS,
     "attn_bias": _MASKS,
     "bias": _MASKS,
-    "key_padding_mask": "it is True where there is padding: say key_mask=~key_padding_mask",
-    "src_key_padding_mask": "it is True where there is padding: say key_mask=~src_key_padding_mask",
-    "padding_mask": "say key_mask, (B, N) bool, True where there is a key",
+    "key_padding_mask": (
+        "it is True where there is padding: say key_mask=~key_padding_mask, and query_mask the same where the rows are "
+        "those of the keys"
+    ),
+    "src_key_padding_mask": (
+        "it is True where there is padding: say key_mask=~src_key_padding_mask, and query_mask the same where the rows "
+        "are those of the keys"
+    ),
+    "padding_mask": "say key_mask, (B, N) bool, True where there is a key, and query_mask, (B, M), for query rows",
     "scale": _SCALES,
     "softmax_scale": _SCALES,
     "sm_scale": _SCALES,
@@ -62,10 +69,9 @@ _MEANT = {
     "window_size": "say window=(left, right); -1 is no limit",
     "local_window_size": "say window=(left, right); one number w is window=(w, w)",
     "sliding_window": "it counts the row's own key: say causal=True, window=(sliding_window - 1, 0)",
-    "query_seq_lengths": (
-        "leave padded rows out by row_weight 0 (and slice them away where they may hold NaN), or pack the sequences "
-        "with cu_seqlens_q and cu_seqlens_k"
-    ),
+    "query_seq_lengths": "say query_lengths, (B,) int32; or pack the sequences with cu_seqlens_q and cu_seqlens_k",
+    "seqused_q": "say query_lengths, (B,) int32",
+    "q_lengths": "say query_lengths, (B,) int32",
     "key_value_seq_lengths": _LENGTHS,
     "seqused_k": _LENGTHS,
     "cache_seqlens": _LENGTHS,
@@ -95,7 +101,6 @@ _MEANT = {
     "student": _INPUTS,
     "weight": _WEIGHT,
     "weights": _WEIGHT,
-    "query_mask": _WEIGHT,
     "loss_mask": _WEIGHT,
     "size_average": 'say reduction="mean" or "sum"',
     "return_softmax_lse": _LSE,

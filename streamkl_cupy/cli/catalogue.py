@@ -33,7 +33,7 @@ from ..kernels.gpus import facts_for_arch
 from ..kernels.work_tiles import Schedule
 from ..planning import make_plan
 from ..problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
-from ..rules.masks import MASKS, together
+from ..rules.masks import MASKS, registers, together
 from ..rules.scores import SCORES
 
 DIMS = (
@@ -49,10 +49,11 @@ DIMS = (
 """(teacher, student); the unequal ones are shrunk students, latent attention and indexers."""
 
 ARCHS = ("sm_80", "sm_90", "sm_120")
-# What asks for code of its own: an interval, places, holes, lists, and all that can come together.
+# What asks for code of its own: an interval, places, holes, lists, holes on both sides, and all that can come together.
 MASK_CASES: dict[str, tuple[str, ...]] = {
     "none": (),
     **{part.name: (*part.beside, part.name) for part in MASKS.values()},
+    "padding": ("causal", "keys", "query_mask"),
     "everything": together(),
 }
 # Of either side: a score, and within what its logits are kept. How much is a number in the arguments.
@@ -228,7 +229,7 @@ def entries(
                     continue
                 # Whether keys are split hangs on the numbers of a call.
                 joined = plan.combine or combine.plan(Work(plan.problem, plan.forward.task), plan.forward, facts)
-                passes = [fused.main for fused in plan.fused] + ([plan.key_bits] if plan.key_bits else [])
+                passes = [*(fused.main for fused in plan.fused), *(packed.kernel for packed in plan.mask_bits)]
                 for kernel in (plan.forward, joined, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.
                     compiled = replace(kernel, blocks=0, schedule=Schedule())
@@ -267,7 +268,10 @@ def _weight(entry: Entry) -> tuple[int, ...]:
     constants: dict[str, Any] = dict(entry.kernel.constants)
     dims = (constants.get("SKL_T_DIM", 0), constants.get("SKL_S_DIM", 0))
     # Element-wise loads and a mask need registers of their own.
-    return max(dims), sum(dims), -constants.get("SKL_TQ_VECTOR", 1), len(constants.get("SKL_MASK_PARTS", ""))
+    structs = constants.get("SKL_MASK_PARTS", "")
+    parts = tuple(part for part in MASKS.values() if part.struct in structs.split(", "))
+    level = registers(parts, rows_are_keys=not constants.get("SKL_ROWS_ARE_QUERIES", 1))
+    return max(dims), sum(dims), -constants.get("SKL_TQ_VECTOR", 1), level, len(structs)
 
 
 def build(

@@ -131,7 +131,7 @@ class Work:
     @property
     def mask_level(self) -> int:
         """How many registers a mask takes: 0 a bound, 1 an interval or segments, 2 pairs apart, 3 all of that."""
-        return registers(parts_of(self.problem.mask))
+        return registers(parts_of(self.problem.mask), self.rows_are_keys)
 
     @property
     def level(self) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..rules.masks import parts_of
+from ..rules.masks import Part, parts_of
 from .base import MAX_GRID, Box, KernelPlan, TileRow, Work
 from .gpus import GPUS, DeviceFacts
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks, packed_rows
@@ -39,6 +39,7 @@ WORK_ITEMS, WORK_ITEM_BYTES = (
 # Of 16 columns of a consumer's own keys, in registers. 8 heads x 8192, TFLOP/s on an H100 with 0, 1 and 2 of them:
 # D = 64 416, 421, 423, causal 393, 397, 406; D = 128 565, 563, 570, causal 507, 521, 534.
 HELD_STEPS = 2
+WHOLE_CHUNK = 8  # tiles of 8 columns, which are staged together where rows are written
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ class _Fused(Hopper[_Row]):
     def lacks(self, work: Work) -> str:
         if work.out_dim > MAX_OUT:
             return f"registers hold gradients of head dims up to {MAX_OUT}"
-        if sum(part.holes is not None for part in parts_of(work.problem.mask)) > 1:
+        spare = work.row_vectors < 4 and not work.turned and work.side.dtype == "bfloat16"
+        if not _holds(parts_of(work.problem.mask), spare):
             return "registers hold one mask with holes"
         if work.out_dim > 128 and work.mask_level:
             return f"registers hold no such mask beside a gradient of {work.out_dim} columns"
@@ -226,10 +228,10 @@ class _Fused(Hopper[_Row]):
         hold = work.dim <= 128 and work.level + (work.row_vectors > 3) < 2 and not tile.shared
         kept, score_stages = _score_side(work, tile)
         registers = consumer, query_gradient, producer = _registers(work, tile)
-        # Where registers are divided unusually, or blocks share tiles, they are all in use, and a mask wants some. To
-        # write dQ takes some too.
+        # Where registers are divided unusually, or blocks share tiles, they are all in use, and a mask wants some, as a
+        # long one does anywhere. To write dQ takes some too.
         masked = bool(work.problem.mask.parts) or work.turned
-        read_again = masked and (tile.shared or registers != _Row.registers)
+        read_again = masked and (tile.shared or registers != _Row.registers or work.level > 2)
         wide = tile.wide and not (masked and tile.direct)
         return {
             **super().constants(work, tile),
@@ -241,7 +243,7 @@ class _Fused(Hopper[_Row]):
             "SKL_STAGINGS": 1 if tile.direct else tile.stagings,
             "SKL_DIRECT": int(tile.direct),
             "SKL_HELPER_THREADS": _helper_threads(tile),
-            "SKL_STAGING_TILES": tile.staging_tiles,
+            "SKL_STAGING_TILES": WHOLE_CHUNK if tile.direct else tile.staging_tiles,
             "SKL_WORK_ITEMS": WORK_ITEMS,
             "SKL_WORK_ITEM_BYTES": WORK_ITEM_BYTES,
             "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
@@ -327,6 +329,15 @@ def _entries(work: Work) -> int:
     if work.packed_rows:
         return problem.batch * work.side.k.heads * work.streamed_heads(COLUMNS)
     return problem.batch * problem.heads * row_tiles(problem.queries, COLUMNS, problem.sequences)
+
+
+def _holds(parts: tuple[Part, ...], spare: bool) -> bool:
+    """Whether registers hold a mask: two parts with holes only where some are to spare and one of them picks query rows,
+    beside no window."""
+    sparse = [part for part in parts if part.sparse]
+    picks = any(part.picks_queries for part in sparse)
+    beside = any(part.registers for part in parts if not part.sparse)
+    return len(sparse) < 2 or (len(sparse) == 2 and picks and not beside and spare)
 
 
 def _registers(work: Work, tile: _Row) -> tuple[int, int, int]:

@@ -67,9 +67,11 @@ _WIDE = (
 
 # (consumer, producer) registers per thread by consumer warpgroups.
 _QUERY_REGISTERS = {2: (240, 24), 1: (240, 40)}
-# A producer that asks every part of a long mask needs more, and more still one that fetches row vectors.
+# A producer that asks every part of a long mask needs more, and more still one that fetches row vectors; but where
+# queries are streamed, consumers ask more than it does.
 _LONG_MASK_REGISTERS = {2: (232, 40), 1: (240, 40)}
 _KEY_REGISTERS = {2: (224, 56), 1: (240, 88)}
+_LONG_MASK_KEY_REGISTERS = {2: (232, 40), 1: (240, 88)}
 _AHEAD_REGISTERS = {2: (232, 40)}
 
 
@@ -109,7 +111,8 @@ class _Gradient(Hopper[_Row]):
 
 def _registers(work: Work, tile: _Row) -> dict[int, tuple[int, int]]:
     if work.rows_are_keys:
-        return _AHEAD_REGISTERS if tile.ahead else _KEY_REGISTERS
+        beside = _LONG_MASK_KEY_REGISTERS if work.level > 2 else _KEY_REGISTERS
+        return _AHEAD_REGISTERS if tile.ahead else beside
     return _LONG_MASK_REGISTERS if work.level > 2 else _QUERY_REGISTERS
 
 

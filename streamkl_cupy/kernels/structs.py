@@ -264,15 +264,15 @@ OUT_ROWS = ("value", "teacher_lse", "student_lse")
 """What a forward writes, nats."""
 SAVED_ROWS = ("grad", "teacher_lse", "student_lse", "value")
 """What a backward reads of each row: the upstream gradient and what the forward saved, nats. One after the other."""
-KEY_BITS = Struct(
-    "KeyBitsArgs",
+MASK_BITS = Struct(
+    "MaskBitsArgs",
     (
-        Field("keys", "u64", "a byte each"),
-        Field("words", "u64", "32 keys to a word, whole words per batch entry"),
+        Field("bytes", "u64", "one for each key or query row"),
+        Field("words", "u64", "32 of these to a word, whole words per batch entry"),
         Field("batch", "i64", "strides of the bytes"),
         Field("column", "i64"),
+        Field("count", "i64", "of an entry"),
         Field("entries", "int", "of the batch"),
-        Field("count", "int", "keys of each"),
     ),
 )
 
@@ -388,14 +388,14 @@ def fused_workspace(columns: int, dim: int, row_vectors: int, direct: bool) -> R
     )
 
 
-def key_words(keys: int) -> int:
-    """Words of a batch entry's mask of keys."""
-    return -(-keys // 32)
+def bit_words(bits: int) -> int:
+    """Words of so many bits."""
+    return -(-bits // 32)
 
 
-def key_bits(keys: int) -> Regions:
-    """The mask of keys as bits; an entry is one of the batch."""
-    return Regions("KeyBits", (Region("words", "u32", key_words(keys)),), line=LINE)
+def packed_mask(bits: int) -> Regions:
+    """A mask with so many bits to an entry of the batch."""
+    return Regions("PackedMask", (Region("words", "u32", bit_words(bits)),), line=LINE)
 
 
 def row_tiles(rows: int, tile: int, sequences: int) -> int:

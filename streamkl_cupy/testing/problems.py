@@ -121,10 +121,11 @@ def _window(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
     return {"window": tuple([None, -1, 0, 1, 17, M, 10**6, int(rng.integers(N + 1))][i] for i in rng.integers(0, 8, 2))}
 
 
-def _key_lengths(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
-    lengths = rng.integers(0, N + 1, B)
-    lengths[rng.random(B) < 0.2] = 0
-    return {"key_lengths": lengths.astype(np.int32)}
+def lengths(rng: np.random.Generator, B: int, most: int) -> Array:
+    """Random ones, some of them 0."""
+    found = rng.integers(0, most + 1, B)
+    found[rng.random(B) < 0.2] = 0
+    return found.astype(np.int32)
 
 
 def _cu_seqlens(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
@@ -140,9 +141,11 @@ def _cu_seqlens(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, A
 MASK_OPTIONS: dict[str, Callable[[np.random.Generator, int, int, int], dict[str, Any]]] = {
     "causal": lambda rng, B, M, N: {"causal": True},
     "window": _window,
-    "lengths": _key_lengths,
+    "lengths": lambda rng, B, M, N: {"key_lengths": lengths(rng, B, N)},
+    "query_lengths": lambda rng, B, M, N: {"query_lengths": lengths(rng, B, M)},
     "packed": _cu_seqlens,
     "keys": lambda rng, B, M, N: {"key_mask": rng.random((B, N)) < rng.choice([0.05, 0.5, 0.95])},
+    "query_mask": lambda rng, B, M, N: {"query_mask": rng.random((B, M)) < rng.choice([0.05, 0.5, 0.95])},
     "blocks": lambda rng, B, M, N: {"block_mask": pattern(rng, 1, M, N)},
 }
 

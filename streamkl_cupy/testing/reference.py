@@ -185,9 +185,11 @@ class Mask(NamedTuple):
     q_offset: int | None = None
     window: tuple[int | None, int | None] | None = None
     key_lengths: ArrayLike | None = None
+    query_lengths: ArrayLike | None = None
     cu_seqlens_q: ArrayLike | None = None
     cu_seqlens_k: ArrayLike | None = None
     key_mask: ArrayLike | None = None
+    query_mask: ArrayLike | None = None
     block_mask: BlockPattern | None = None
 
 
@@ -222,8 +224,12 @@ def visible(shape: tuple[int, ...], mask: Mask) -> Array:
     seen = seen[None, None]
     if mask.key_lengths is not None:
         seen = seen & (np.arange(N) < np.asarray(mask.key_lengths)[:, None, None, None])
+    if mask.query_lengths is not None:
+        seen = seen & (np.arange(M)[:, None] < np.asarray(mask.query_lengths)[:, None, None, None])
     if mask.key_mask is not None:
         seen = seen & np.atleast_2d(np.asarray(mask.key_mask))[:, None, None, :]
+    if mask.query_mask is not None:
+        seen = seen & np.atleast_2d(np.asarray(mask.query_mask))[:, None, :, None]
     if mask.block_mask is not None:
         blocks = mask.block_mask.dense()
         rows = np.repeat(blocks, mask.block_mask.query_block, axis=1)[:, :M]

@@ -52,6 +52,7 @@ __device__ inline void logit_gradients(Gradients& out, u32 to, Scores& score_sid
             if constexpr (kMasks<Visible>) {
                 if (!visible(8 * c + 2 * pair + Accumulators::column(e), Accumulators::below(Accumulators::row(e))))
                     dx = 0.f;
+                if (Mask::kPicksQueries && row.lse_t == -infinity()) dx = 0.f;
             }
             grad_side[c][e] = dx;
         }

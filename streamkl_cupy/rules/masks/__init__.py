@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...problem import MaskSpec, Problem
-from . import blocks, causal, keys, lengths, packed, window
+from . import blocks, causal, keys, lengths, packed, query_lengths, query_mask, window
 from .interface import Asked, Bools, Extents, Indices, MaskArray, Packing, Part, Range, Scene, Segment
 
 __all__ = [
@@ -43,7 +43,8 @@ __all__ = [
 
 # A part that kernels have lists of comes last.
 MASKS: Final[dict[str, Part]] = {
-    module.PART.name: module.PART for module in (causal, window, lengths, packed, keys, blocks)
+    module.PART.name: module.PART
+    for module in (causal, window, lengths, query_lengths, packed, keys, query_mask, blocks)
 }
 ARRAYS: Final[dict[str, MaskArray]] = {array.name: array for part in MASKS.values() for array in part.arrays}
 
@@ -124,9 +125,13 @@ def holes(parts: tuple[Part, ...], scene: Scene, q0: int, q1: int, k0: int, k1: 
     return reduce(and_, found) if found else None
 
 
-def registers(parts: tuple[Part, ...]) -> int:
-    """How many registers a mask takes: 0 a bound, 1 an interval or places, 2 pairs apart, 3 all of that."""
-    return 3 if len(parts) > 2 else max([len(parts) - 1, 0, *(part.registers for part in parts)])
+def registers(parts: tuple[Part, ...], rows_are_keys: bool) -> int:
+    """How many registers a mask takes, by what is stationary: 0 a bound, 1 an interval or places, 2 pairs apart, 3 all
+    of that."""
+    taking = [part for part in parts if not part.shortens and (rows_are_keys or not part.picks_queries)]
+    if len(taking) > 2 or sum(part.sparse for part in taking) > 1:
+        return 3
+    return max([len(taking) - 1, 0, *(part.registers for part in taking)])
 
 
 def together() -> tuple[str, ...]:

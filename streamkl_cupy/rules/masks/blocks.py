@@ -66,6 +66,7 @@ PART = Part(
     key_range=lambda scene, q0, q1: (0, scene.keys),
     full=lambda scene, q0, q1, k0, k1: bool(_listed_blocks(scene, q0, q1, k0, k1).all()),
     holes=_block_holes,
+    sparse=True,
     registers=2,
     listed=True,
     check=_check,

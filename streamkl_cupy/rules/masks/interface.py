@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,9 +100,9 @@ class MaskArray:
     """Raise where values are wrong that can be read: kernels on a GPU clamp them instead."""
     per_entry: bool = True
     """Whether batch entries have values of their own."""
-    bits: bool = False
-    """Kernels get it as bits, which a small kernel packs first, so it may have any strides; others are read as they
-    lie."""
+    bits: Literal["", "keys", "queries"] = ""
+    """What kernels get one bit each of, packed first by a small kernel, so that it may have any strides; others are
+    read as they lie."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,17 @@ class Part:
     """(scene, q0, q1, k0, k1) -> whether every row of [q0, q1) sees every key of [k0, k1)."""
     holes: Callable[[Scene, int, int, int, int], Bools] | None = None
     """(scene, q0, q1, k0, k1) -> (k1 - k0,) whether any of the rows may see the key; None: what `key_range` says."""
+    sparse: bool = False
+    """Whether rows and keys inside the intervals may still see nothing."""
     registers: int = 1
     """How many a kernel needs for it: 0 a bound, 1 an interval or places, 2 pairs apart."""
     knows_queries: bool = False
     """Whether rows of one tile see other keys. Of such parts a mask has one at most: with two, a key could pass each of
     them for some row and be hidden from all. A list is none: it says the same of 16 x 16 pairs."""
+    picks_queries: bool = False
+    """Whether some rows are there and others are not: nothing is asked in a loop where rows are stationary."""
+    shortens: bool = False
+    """Whether it hides the last rows or keys, for which kernels need no register: their segment ends earlier."""
     listed: bool = False
     """Whether kernels walk a list of tiles that it has made. Only the last part of the registry can be that."""
     check: Callable[[Asked], None] | None = None

@@ -7,17 +7,17 @@ import numpy as np
 from .interface import Bools, Extents, Indices, MaskArray, Part, Range, Scene, Shape
 
 
-def _misfit(shape: Shape, extents: Extents) -> str:
+def misfit(shape: Shape, extents: Extents) -> str:
+    """What is wrong with the shape of lengths, of keys or of rows."""
     expected = (extents.batch,)
     return "" if shape == expected else f", but there is one length per batch entry: expected {expected}"
 
 
-def _check_values(lengths: Indices, extents: Extents) -> None:
-    if lengths.size and not (lengths.min() >= 0 and lengths.max() <= extents.keys):
-        worst = int(np.argmax((lengths < 0) | (lengths > extents.keys)))
-        raise ValueError(
-            f"key_lengths[{worst}] is {lengths.flat[worst]}; allowed are 0 to {extents.keys}, the number of keys"
-        )
+def check_lengths(name: str, lengths: Indices, most: int, what: str) -> None:
+    """Raise where a length is negative or longer than what it is of."""
+    if lengths.size and not (lengths.min() >= 0 and lengths.max() <= most):
+        worst = int(np.argmax((lengths < 0) | (lengths > most)))
+        raise ValueError(f"{name}[{worst}] is {lengths.flat[worst]}; allowed are 0 to {most}, the number of {what}")
 
 
 def _visible(scene: Scene, rows: Indices, keys: Indices) -> Bools:
@@ -35,10 +35,19 @@ PART = Part(
     header="masks/key_lengths.cuh",
     struct="KeyLengths",
     params=(),
-    arrays=(MaskArray("key_lengths", "int32", 0, _misfit, _check_values),),
+    arrays=(
+        MaskArray(
+            "key_lengths",
+            "int32",
+            0,
+            misfit,
+            lambda lengths, extents: check_lengths("key_lengths", lengths, extents.keys, "keys"),
+        ),
+    ),
     asked=lambda asked: {} if "key_lengths" in asked.shapes else None,
     visible=_visible,
     key_range=_key_range,
     full=lambda scene, q0, q1, k0, k1: bool(k1 <= scene.arrays["key_lengths"].min(initial=k1)),
     registers=0,
+    shortens=True,
 )

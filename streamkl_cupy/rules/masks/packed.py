@@ -57,7 +57,7 @@ def _check_inputs(options: Chosen, given: Mapping[str, Shape], inputs: Mapping[s
     if excluded:
         raise NotImplementedError(
             f"{excluded[0]} with cu_seqlens_q and cu_seqlens_k: packed sequences are built alone and with causal, "
-            f"window and q_offset; leave keys out of the packed arrays, or pad and use {excluded[0]}"
+            f"window and q_offset; leave keys and rows out of the packed arrays, or pad and use {excluded[0]}"
         )
     for name, shape in inputs.items():
         if len(shape) != 3:

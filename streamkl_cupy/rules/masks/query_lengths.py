@@ -1,0 +1,42 @@
+"""Batch entry b has the rows i < query_lengths[b]; those behind them see nothing."""
+
+from __future__ import annotations
+
+from .causal import LEAST_ROWS
+from .interface import Bools, Indices, MaskArray, Part, Range, Scene
+from .lengths import check_lengths, misfit
+
+
+def _visible(scene: Scene, rows: Indices, keys: Indices) -> Bools:
+    seen: Bools = rows < scene.arrays["query_lengths"][:, None, None, None]
+    return seen
+
+
+def _key_range(scene: Scene, q0: int, q1: int) -> Range:
+    lengths = scene.arrays.get("query_lengths")
+    return 0, scene.keys if lengths is None or q0 < lengths.max(initial=0) else 0
+
+
+PART = Part(
+    name="query_lengths",
+    header="masks/query_lengths.cuh",
+    struct="QueryLengths",
+    params=(),
+    arrays=(
+        MaskArray(
+            "query_lengths",
+            "int32",
+            0,
+            misfit,
+            lambda lengths, extents: check_lengths("query_lengths", lengths, extents.queries, "query rows"),
+        ),
+    ),
+    asked=lambda asked: {} if "query_lengths" in asked.shapes else None,
+    visible=_visible,
+    key_range=_key_range,
+    full=lambda scene, q0, q1, k0, k1: bool(q1 <= scene.arrays["query_lengths"].min(initial=q1)),
+    registers=0,
+    shortens=True,
+    tallest=lambda mask, rows: LEAST_ROWS,
+    beside=("causal", "lengths"),
+)
