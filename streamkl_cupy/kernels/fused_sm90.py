@@ -332,8 +332,8 @@ def _entries(work: Work) -> int:
 
 
 def _holds(parts: tuple[Part, ...], spare: bool) -> bool:
-    """Whether registers hold a mask: two parts with holes only where some are to spare and one of them picks query rows,
-    beside no window."""
+    """Whether registers hold a mask: two parts with holes only where some are to spare, one of them picks rows and
+    there is no window."""
     sparse = [part for part in parts if part.sparse]
     picks = any(part.picks_queries for part in sparse)
     beside = any(part.registers for part in parts if not part.sparse)
