@@ -319,41 +319,45 @@ def _finite_rows(x: Array) -> Array:
     return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, 0)
 
 
+class _Numbers(NamedTuple):
+    """What becomes of the dot products of a side."""
+
+    scale: float | None = None
+    score: str = Side.score
+    softcap: float | None = None
+
+    @classmethod
+    def taken(cls, options: dict[str, Any], side: str) -> _Numbers:
+        """Those of a side, which the options then lack."""
+        names = {name: f"{side}_{name}" for name in cls._fields}
+        return cls(**{name: options.pop(option) for name, option in names.items() if option in options})
+
+    def factor(self, dim: int) -> float:
+        """The scale, or what stands for it."""
+        if self.scale is not None:
+            return float(self.scale)
+        return 1.0 if SCORES[self.score].positive else 1 / math.sqrt(dim)
+
+
 class _Call:
     """The four inputs in canonical order (batch, head, row, column), and the way back to the caller's."""
 
-    def __init__(
-        self,
-        inputs: tuple[ArrayLike, ...],
-        *,
-        teacher_scale: float | None = None,
-        student_scale: float | None = None,
-        teacher_score: str = Side.score,
-        student_score: str = Side.score,
-        teacher_softcap: float | None = None,
-        student_softcap: float | None = None,
-        layout: str = "bhnd",
-        **mask: Any,
-    ) -> None:
+    def __init__(self, inputs: tuple[ArrayLike, ...], *, layout: str = "bhnd", **options: Any) -> None:
         arrays = [np.asarray(x) for x in inputs]
-        self._swap = (layout == "bnhd" and arrays[0].ndim > 2) or "cu_seqlens_q" in mask
+        numbers = [_Numbers.taken(options, side) for side in ("teacher", "student")]
+        mask = Mask(**options)
+        self._swap = (layout == "bnhd" and arrays[0].ndim > 2) or mask.cu_seqlens_q is not None
         self._rank = arrays[0].ndim
         self._inputs = [self._canonical(exact(x), 1) for x in arrays]
         self._shapes = [x.shape for x in self._inputs]
         self.row_shape = self._inputs[0].shape[:3]
         dims = arrays[0].shape[-1], arrays[2].shape[-1]
-        given = teacher_scale, student_scale
-        scores = SCORES[teacher_score], SCORES[student_score]
-        self._scales = tuple(
-            (1 if score.positive else 1 / math.sqrt(dim)) if scale is None else float(scale)
-            for scale, dim, score in zip(given, dims, scores, strict=True)
-        )
+        self._scales = tuple(x.factor(dim) for x, dim in zip(numbers, dims, strict=True))
         self._scores = tuple(
-            score if cap is None else capped(score, cap)
-            for score, cap in zip(scores, (teacher_softcap, student_softcap), strict=True)
+            SCORES[x.score] if x.softcap is None else capped(SCORES[x.score], x.softcap) for x in numbers
         )
         shape = (*self.row_shape, self._shapes[1][2])
-        self.visible = np.broadcast_to(visible(shape, Mask(**mask)), shape)
+        self.visible = np.broadcast_to(visible(shape, mask), shape)
 
     def _canonical(self, x: Array, trailing: int) -> Array:
         lead = x.ndim - trailing
