@@ -6,6 +6,7 @@ Each reads as the data flow: parse the call, read its arrays and check them, run
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
@@ -88,6 +89,9 @@ _TEXT = {
             the teacher's too, are normalised over these keys alone.
         divergence: Which one, by name, of rows P of the teacher and Q of the student:
             <DIVERGENCES>.
+        jsd_beta: Of "jsd", above 0 and below 1: how much the teacher counts. Default 0.5.
+        smoothing: Of "jsd", 0 and more, less than 1: P and Q are (1 - smoothing) P + smoothing / n and the same of Q,
+            over the n keys that the row sees. Default 0.
         layout: "bhnd" as above, or "bnhd" for (B, M, H, D) arrays, whose row results are (B, M, H).
         precision: Of products of float32 inputs on CUDA: "highest" is float32 accuracy, "high" is faster with about 16
             bits of mantissa. Other dtypes are exact already.
@@ -109,7 +113,10 @@ _TEXT = {
             row sees, 0 where it sees none. A mass above 1 raises on the CPU; on a GPU values are not looked at.""",
     "ENTROPY": """return_entropy: Also return the teacher's entropy of each row, -sum_j P_j log P_j in nats, of the same
             pass and as a constant; 0 where the row sees no key.""",
-    "DIVERGENCES": ";\n            ".join(f'"{name}" is {entry.formula}' for name, entry in DIVERGENCES.items()),
+    "DIVERGENCES": ";\n            ".join(
+        textwrap.fill(f'"{name}" is {entry.formula}', 100, subsequent_indent=" " * 16)
+        for name, entry in DIVERGENCES.items()
+    ),
     "SCORES": ";\n            ".join(
         f'"{name}" is {entry.formula}' + (", of a scale of 1 by default" if entry.positive else "")
         for name, entry in SCORES.items()
@@ -445,6 +452,8 @@ def attention_kl(
     query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     row_weight: Any = None,
     reduction: Reduction = "none",
     layout: Layout = "bhnd",
@@ -588,6 +597,8 @@ def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     dense_teacher_lse: Any = None,
@@ -663,6 +674,8 @@ def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @publi
     query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,
@@ -762,6 +775,8 @@ def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see 
     query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     row_weight: Any = None,
     reduction: Reduction = "mean",
     wrt: Wrt = STUDENT,
@@ -825,6 +840,8 @@ def plan(  # type: ignore[empty-body]  # as are all: see @public
     query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,
@@ -886,6 +903,8 @@ def warmup(
     query_mask: Any = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,

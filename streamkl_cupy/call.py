@@ -139,7 +139,10 @@ class Ready(NamedTuple):
     def empty_extra_rows(self) -> dict[str, ArrayView]:
         """Memory for what else there is of the rows."""
         like, dtype = self.inputs[self.checked.at], self.checked.stat_dtype
-        return {name: frameworks.empty(like, shape, dtype) for name, shape in self.checked.extra_rows.items()}
+        return {
+            name: frameworks.empty(like, shape, dtype)._replace(name=name)
+            for name, shape in self.checked.extra_rows.items()
+        }
 
     def launch(self, outputs: RowStats) -> None:
         """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""

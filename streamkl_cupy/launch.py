@@ -20,15 +20,16 @@ from .errors import CaptureError, DriverError
 from .kernels.base import ELEMENT_BYTES, Box, KernelPlan, Work
 from .kernels.gpus import device_facts
 from .kernels.mask_bits import PackedMask
-from .kernels.structs import MASK_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR_MAP, Value
+from .kernels.structs import MASK_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, SAVED_ROWS_ARGS, TENSOR3, TENSOR_MAP, Value
 from .kernels.tensor_maps import encode
 from .planning import Plan, Step, make_plan
 from .problem import Operand, Problem, canonical_strides
+from .rules import divergences
 from .rules.masks import parts_of
 from .rules.scores import score_of
 
 if TYPE_CHECKING:
-    from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved
+    from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved
     from .kernels.tile_lists import Lists
 
 # What a backward reads of each row, as the arguments have it.
@@ -252,7 +253,7 @@ class Runner:
             if commands is None:
                 if not workspace:
                     room = 0
-                elif room is not None and room < self.plan.mask_bytes:
+                elif room is not None and room < self.plan.gradient_start:
                     workspace = 0
                 wrt = tuple(name for name, out in zip(self._names, outputs, strict=True) if out is not None)
                 request = self._requests.get((wrt, room)) or self._backward(wrt, room, stream)
@@ -299,6 +300,11 @@ class Runner:
             read = [(name, bits.get(name) or masks[name].ptr) for name in self._mask_arrays]
         for kernel, step in request.launches:
             pointers = [(field, getattr(outputs, name).ptr) for field, name in step.outputs]
+            if kernel.plan.args is SAVED_ROWS_ARGS:
+                if not workspace:
+                    raise ValueError("workspace: got none; gradients of this divergence need what backward_bytes says")
+                yield from kernel.commands((), (("workspace", workspace + (step.workspace or 0)),), rows)
+                continue
             pointers += read
             if step.workspace is not None:
                 pointers.append(("workspace", workspace + step.workspace))
@@ -306,7 +312,10 @@ class Runner:
                 arrivals, size = workspace + step.partials, kernel.plan.schedule.arrivals_bytes
                 yield Command(self._runtime.memsetAsync, (arrivals, 0, size))
                 pointers += (("partial_arrivals", arrivals), ("partial_sums", arrivals + size))
-            yield from kernel.commands(addresses, pointers, rows)
+            here = rows[: len(SAVED_ROWS) * TENSOR3.size]
+            if step.saved_rows is not None:
+                here = _made_rows(self.problem, workspace + step.saved_rows)
+            yield from kernel.commands(addresses, pointers, here)
         for name in request.zeros:
             out = getattr(outputs, name)
             yield Command(self._runtime.memsetAsync, (out.ptr, 0, ELEMENT_BYTES[out.dtype] * prod(out.shape)))
@@ -404,6 +413,7 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "splits": schedule.splits,
         "sequences": problem.sequences,
         "mask": _mask_words(problem, lists)[0],
+        "entries": problem.batch,
         "out_scale": Work(problem, task).side.scale,
         "partial_slots": schedule.partial_slots,
         "heads_together": schedule.heads_together,
@@ -413,6 +423,7 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         numbers |= {f"{name}_numbers.{x}": value for x, value in score_of(side).numbers(side.scale).items()}
     strides: dict[str, tuple[int, ...]] = {name: problem.operand(name).strides for name in problem.operation.names}
     strides |= dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, "entropy"), problem.row_strides())
+    strides["moments"] = tuple(x * divergences.of(problem).moments for x in problem.row_strides())
     if task.side:
         strides |= {field: problem.compact_input_strides(name) for field, name in task.outputs}
     numbers |= {f"{name}.{axis}": step for name, steps in strides.items() for axis, step in zip(_AXES, steps)}
@@ -420,9 +431,20 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
 
 
 def _row_vectors(problem: Problem, saved: Saved) -> bytes:
-    """Upstream gradient, log-sum-exps and value as the kernel's row vectors; an absent value is never read."""
+    """Upstream gradient, log-sum-exps and value as the kernel's row vectors, last the moments where there are some; an
+    absent value is never read."""
     absent = saved.teacher_lse
-    return b"".join(
-        TENSOR3.packer.pack(y.ptr, *canonical_strides(y.strides, problem.rank - 1, problem.layout, trailing=0))
-        for y in (x or absent for x in _saved_rows(saved))
-    )
+
+    def packed(x: ArrayView, trailing: int = 0) -> bytes:
+        strides = canonical_strides(x.strides, problem.rank - 1 + trailing, problem.layout, trailing)
+        return TENSOR3.packer.pack(x.ptr, *strides[:3])
+
+    rows = b"".join(packed(x or absent) for x in _saved_rows(saved))
+    return rows if saved.moments is None else rows + packed(saved.moments, 1)
+
+
+def _made_rows(problem: Problem, address: int) -> bytes:
+    """The row vectors that `saved_rows` has made at an address."""
+    heads, rows = problem.heads, problem.queries
+    size = 4 * problem.batch * heads * rows
+    return b"".join(TENSOR3.packer.pack(address + i * size, heads * rows, rows, 1) for i in range(len(SAVED_ROWS)))

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from .arguments import FAR, a_kind_of, choice, flag, integer
+from .arguments import FAR, a_kind_of, choice, flag, integer, listed
 from .problem import Side
-from .rules.divergences import DIVERGENCES
+from .rules.divergences import DIVERGENCES, PARAMETERS
 from .rules.masks import ARRAYS
 from .rules.scores import SCORES
 
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
         query_mask: Any
         block_mask: BlockPattern | None
         divergence: str
+        jsd_beta: float | None
+        smoothing: float | None
         layout: Layout
         precision: Precision
         deterministic: bool | None
@@ -151,6 +153,16 @@ def _pattern(name: str, value: Any) -> Any:
     return value
 
 
+def _parameter(name: str, value: Any) -> float:
+    """A plain number of a divergence; whether it may be that says the divergence."""
+    if isinstance(value, (bool, np.bool_, str, bytes)):
+        raise TypeError(f"{name} is {a_kind_of(value)}; allowed is a number")
+    try:
+        return float(value)
+    except Exception as cause:
+        raise TypeError(f"{name} is {a_kind_of(value)}; allowed is a number known now (not traced)") from cause
+
+
 class Options(NamedTuple):
     """The static options, as they are checked."""
 
@@ -166,6 +178,8 @@ class Options(NamedTuple):
     # Operators take the key of a pattern, and find the pattern among those alive.
     block_mask: Annotated["BlockPattern | None", Row(_pattern, "Tensor?")] = None
     divergence: Annotated[str, Row(lambda name, value: choice(name, value, DIVERGENCES), "str")] = "kl"
+    jsd_beta: Annotated[float | None, Row(_parameter, "float?")] = None
+    smoothing: Annotated[float | None, Row(_parameter, "float?")] = None
     layout: Annotated[str, Row(lambda name, value: choice(name, value, LAYOUTS), "str")] = "bhnd"
     precision: Annotated[str, Row(lambda name, value: choice(name, value, PRECISIONS), "str")] = "highest"
     deterministic: Annotated[
@@ -209,9 +223,28 @@ def parse(given: Mapping[str, Any], symbols: bool = False) -> tuple[Options, tup
         else:
             static[name] = value
     options = Options(**static)
+    if options.jsd_beta is not None or options.smoothing is not None:
+        _check_parameters(options)
     if options.q_offset is not None or options.window is not None:
         options = _near(options)
     return options, tuple([given.get(name) for name in MASK_ARRAYS]) if masked else NO_MASKS
+
+
+def _check_parameters(options: Options) -> None:
+    """Refuse numbers that the divergence does not have, or cannot have."""
+    known = DIVERGENCES[options.divergence].parameters
+    for name in PARAMETERS:
+        value = getattr(options, name)
+        if value is None:
+            continue
+        if name not in known:
+            having = [entry.name for entry in DIVERGENCES.values() if name in entry.parameters]
+            raise ValueError(
+                f"{name}={value:g} is no number of divergence={options.divergence!r}; it is one of "
+                f"{listed(having)}: leave it out, or say divergence={having[0]!r}"
+            )
+        if misfit := known[name].misfit(value):
+            raise ValueError(f"{name}={value:g} {misfit}")
 
 
 def _near(options: Options) -> Options:

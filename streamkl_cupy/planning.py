@@ -14,12 +14,14 @@ from math import inf
 
 import numpy as np
 
-from .kernels import KERNELS, combine, mask_bits
+from .kernels import KERNELS, combine, mask_bits, saved_rows
 from .kernels.base import Kernel, KernelPlan, TileRow, Work, shared
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
 from .kernels.mask_bits import PackedMask
+from .kernels.structs import split_states
 from .problem import Problem, Side, counted
+from .rules import divergences
 from .rules.scores import score_of
 
 MAX_ROWS = 2**30
@@ -36,6 +38,8 @@ class Step:
     """Where in the call's workspace it works, bytes; None: nowhere."""
     partials: int | None = None
     """Where blocks that share a row tile leave their sums; None: none share one."""
+    saved_rows: int | None = None
+    """Where what it reads of rows was made; None: it reads what the forward saved."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,34 @@ class Plan:
     unfused: tuple[tuple[str, str], ...] = ()
     """Sides that have no such pass, and why."""
 
+    saved_rows: tuple[tuple[str, KernelPlan], ...] = ()
+    """By side, what makes of the rows that the forward saved those that its gradients read, where these are not the
+    same; in the workspace after the mask's bits."""
+    saved_rows_bytes: int = 0
+    """Of the workspace, for each side."""
+
     @property
     def mask_bytes(self) -> int:
         """Of all packed arrays."""
         return sum(x.bytes for x in self.mask_bits)
+
+    @property
+    def gradient_start(self) -> int:
+        """Where in its workspace a backward has room for the rest, and what it needs at least."""
+        return self.mask_bytes + self.saved_rows_bytes * len(self.saved_rows)
+
+    @property
+    def passes(self) -> tuple[tuple[KernelPlan, KernelPlan | None], ...]:
+        """The forward and what joins its splits, once for each pass that the divergence needs."""
+        later = divergences.of(self.problem).later_floats
+
+        def again(kernel: KernelPlan, number: int, floats: int) -> KernelPlan:
+            constants = {**dict(kernel.constants), "SKL_PASS": number}
+            return replace(kernel, constants=tuple(sorted(constants.items())), regions=(split_states(floats),))
+
+        first, join = self.forward, self.combine
+        rest = [(again(first, i, x), join and again(join, i, x)) for i, x in enumerate(later, start=1)]
+        return ((first, join), *rest)
 
     def forward_steps(self, workspace: bool) -> tuple[Step, ...]:
         """What a forward runs, with `workspace_bytes` of workspace or without any, after the mask's bits."""
@@ -95,13 +123,18 @@ class Plan:
             return ()
         outputs = self.forward.task.outputs
         outputs += tuple((field, row) for asks, field, row in problem.operation.asked_rows if getattr(problem, asks))
-        if self.combine is None:
-            return (Step((self.forward,), outputs),)
-        if not workspace:
-            whole = replace(self.forward.schedule, splits=1)
-            blocks = self.forward.blocks // self.forward.schedule.splits
-            return (Step((replace(self.forward, schedule=whole, blocks=blocks),), outputs),)
-        return tuple(Step((kernel,), outputs, self.mask_bytes) for kernel in (self.forward, self.combine))
+        outputs += (("moments", "moments"),) if divergences.of(problem).moments else ()
+        steps = []
+        for forward, join in self.passes:
+            if join is None:
+                steps.append(Step((forward,), outputs))
+            elif not workspace:
+                whole = replace(forward.schedule, splits=1)
+                blocks = forward.blocks // forward.schedule.splits
+                steps.append(Step((replace(forward, schedule=whole, blocks=blocks),), outputs))
+            else:
+                steps += [Step((kernel,), outputs, self.mask_bytes) for kernel in (forward, join)]
+        return tuple(steps)
 
     def backward_steps(self, wrt: Collection[str], room: float = inf) -> tuple[Step, ...]:
         """What a backward for these inputs runs in `room` bytes of workspace, after the mask's bits.
@@ -111,9 +144,15 @@ class Plan:
         Raises:
             NotImplementedError: a gradient that cannot be computed is among them.
         """
-        left = room - self.mask_bytes
+        start = self.gradient_start
+        left = room - start
         wanted = [name for name in self.problem.operation.names if name in wrt]
         steps = []
+        prepared: dict[str, int] = {}
+        for i, (side, kernel) in enumerate(self.saved_rows):
+            if kernel.blocks and self.problem.operation.on((side,), tuple(wanted)):
+                prepared[side] = self.mask_bytes + i * self.saved_rows_bytes
+                steps.append(Step((kernel,), (), prepared[side]))
 
         def add(kernels: tuple[KernelPlan, ...], main: KernelPlan, sums: int = 0) -> None:
             partials = main.schedule.partial_bytes
@@ -121,8 +160,9 @@ class Plan:
                 Step(
                     kernels,
                     main.task.outputs,
-                    self.mask_bytes if sums else None,
-                    self.mask_bytes + sums if partials and sums + partials <= left else None,
+                    start if sums else None,
+                    start + sums if partials and sums + partials <= left else None,
+                    prepared.get(main.task.side),
                 )
             )
 
@@ -149,7 +189,7 @@ class Plan:
         fused = [f for f in self.fused if all(x in wrt for x in f.names)]
         done = [name for f in fused for name in f.names]
         alone = [kernel.schedule.partial_bytes for name, kernel in self.gradients if name in wrt and name not in done]
-        return self.mask_bytes + max([*(f.workspace_bytes for f in fused), *alone], default=0)
+        return self.gradient_start + max([*(f.workspace_bytes for f in fused), *alone], default=0)
 
     def gradient(self, name: str) -> KernelPlan:
         for key, kernel in self.gradients:
@@ -167,6 +207,7 @@ class Plan:
             f"attention KL on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}"
             + (f", {counted(p.sequences, 'sequence')}" if p.sequences else "")
             + (f", {p.divergence}" if p.divergence != Problem.divergence else "")
+            + "".join(f", {name} {x:g}" for name, x in p.parameters)
             + (", entropy" if p.entropy else ""),
             *(
                 f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
@@ -178,6 +219,8 @@ class Plan:
             *(f"  {packed}" for packed in self.mask_bits),
             f"  {self.forward}",
             *([f"  {self.combine}"] if self.combine else []),
+            *(f"  pass {i} by the same kernels" for i, _ in enumerate(divergences.of(p).later_floats, start=2)),
+            *(f"  gradients of the {kernel}" for _, kernel in self.saved_rows),
             *(f"  {fused}" for fused in self.fused),
             *(f"  {side}: a kernel per gradient ({why})" for side, why in self.unfused),
             *(f"  {kernel}" for _, kernel in self.gradients),
@@ -205,14 +248,14 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     splits = combine.splits(forward.blocks, visited, facts, forward.tile.min_blocks)
     if splits == 1:
         return replace(plan, problem=problem)
-    (states,) = forward.regions
+    floats = Work(problem, forward.task).longest_state
     forward = replace(forward, blocks=forward.blocks * splits, schedule=replace(forward.schedule, splits=splits))
     return replace(
         plan,
         problem=problem,
         forward=forward,
         combine=combine.plan(Work(problem, forward.task), forward, facts),
-        workspace_bytes=plan.mask_bytes + states.bytes(splits * rows),
+        workspace_bytes=plan.mask_bytes + split_states(floats).bytes(splits * rows),
     )
 
 
@@ -226,6 +269,11 @@ def no_gradients(problem: Problem, name: str) -> str:
         return (
             f"built in float16 on CUDA for scores with slopes of at most 1, which keep them in its range, but those of "
             f"{side.score!r} reach {slope:g}; bfloat16 and float32 have the range"
+        )
+    if side.dtype == "float16" and not divergences.of(problem).narrow:
+        return (
+            f"built for bfloat16 and float32 on CUDA where {problem.divergence!r} has {dict(problem.parameters)}: "
+            f"their size hangs on how many keys a row sees, and float16 has not the range"
         )
     return ""
 
@@ -271,8 +319,11 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     sides = [side for side in op.sides if not no_gradients(problem, side)]
     packed = mask_bits.plan(problem, facts)
     passes = {task.side: _fused(Work(problem, task), facts) for task in op.fused if task.side in sides}
+    saved_rows_bytes = saved_rows.rows_bytes(problem)
     return Plan(
         problem=problem,
+        saved_rows=tuple((side, saved_rows.plan(problem, side, facts)) for side in sides) if saved_rows_bytes else (),
+        saved_rows_bytes=saved_rows_bytes,
         forward=_alone(Work(problem, op.forward), facts),
         gradients=tuple((task.name, _alone(Work(problem, task), facts)) for task in op.gradients if task.side in sides),
         workspace_bytes=sum(x.bytes for x in packed),

@@ -125,6 +125,8 @@ class Problem:
     count all of them."""
     divergence: str = "kl"
     """By its name in the registry."""
+    parameters: tuple[tuple[str, float], ...] = ()
+    """Its numbers by name, those that were given."""
     entropy: bool = False
     """Whether the teacher's entropy is a result of the forward."""
     op: str = ATTENTION_KL.name

@@ -177,6 +177,8 @@ def attention_kl(
     query_mask: Tensor | None = None,
     block_mask: BlockPattern | None = None,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     row_weight: Any = None,
     reduction: str = "none",
     layout: str = "bhnd",

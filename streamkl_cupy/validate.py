@@ -23,7 +23,7 @@ from .options import LAYOUTS, REDUCTIONS, LossOptions, Options
 from .planning import no_gradients
 from .problem import Operand, Problem, Side, canonical_strides, compact_strides
 from .rules import masks as rules
-from .rules.divergences import DIVERGENCES
+from .rules.divergences import DIVERGENCES, given_parameters
 from .rules.scores import SCORES
 
 MAX_SCALE = 2e38  # times log2(e) it must still be a float32
@@ -185,6 +185,7 @@ def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None)
         precision=chosen.precision,
         deterministic=bool(chosen.deterministic),
         divergence=chosen.divergence,
+        parameters=given_parameters(chosen._asdict()),
         entropy=chosen.return_entropy,
         sequences=asked.sequences,
     )

@@ -110,6 +110,10 @@ def test_any_gradients_with_the_value_or_without(core: Any, rng: Any, divergence
         streamkl_cupy.attention_kl_backward, core.array(np.ones(rows_of(case)), "float32"), *core.arrays(case),
         teacher_lse=rows.teacher_lse, student_lse=rows.student_lse, wrt=wrt, deterministic=True, **case.options,
     )  # fmt: skip
+    if DIVERGENCES[divergence].moments:
+        with pytest.raises(ValueError, match="need the moments of the rows"):
+            backward()
+        backward = functools.partial(backward, moments=rows.moments)
     if any(name.startswith(DIVERGENCES[divergence].needs_value) for name in wrt):
         with pytest.raises(ValueError, match="needs the row values"):
             backward()
@@ -219,10 +223,10 @@ def test_the_entry_says_what_the_header_says(divergence: str, tmp_path: Path) ->
     entry = DIVERGENCES[divergence]
     root = tmp_path / "cuda_src"
     shutil.copytree(cuda_root(), root)
-    claims = [f"sizeof(RowState) == {4 * entry.state_floats}"]
+    claims = [f"sizeof(RowState) == {4 * entry.state_floats}", f"RowState::kMoments == {entry.moments}"]
     for side, factor in zip(("teacher", "student"), entry.factors, strict=True):
         gradient = f"LogitGradient<k{side.title()}>"
-        claims.append(f"{gradient}::kNeedsValue == {int(side in entry.needs_value)}")
+        claims.append(f"{gradient}::kNeedsValue == {int(side in entry.needs_value or entry.moments > 0)}")
         claims.append(f"{gradient}::kFactor - {factor!r} < 1e-6 && {factor!r} - {gradient}::kFactor < 1e-6")
 
     def built(checks: list[str]) -> Build:

@@ -5,13 +5,6 @@
 #pragma once
 #include "divergences/relative_entropy.cuh"
 
-struct TeacherCross {
-    __device__ static constexpr float largest() { return largest_sum(); }
-    // 0 times u is for an infinite one, whose weight may be 0: it must not be silent.
-    __device__ static float add(float p, float, float u, float v, float sum) { return fmaf(p, fmaf(u, 0.f, v), sum); }
-    __device__ static float move(float sum, const Moves& x) { return x.shrink_t * (sum - x.d_s * x.l_t); }
-};
-
 struct RowState : RowSums<TeacherCross> {
     __device__ void finish(float& value, float& lse_t, float& lse_s) const {
         value = kLn2 * (log2f(l_s) - terms[0] / l_t);

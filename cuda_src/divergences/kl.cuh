@@ -2,9 +2,20 @@
 #pragma once
 #include "divergences/relative_entropy.cuh"
 
-struct RowState : RowSums<TeacherRelative> {
+// Beside the entropy, whose term is B = sum 2^u u, A is B - C: as many instructions as A alone.
+template <bool ENTROPY>
+struct Term {
+    using Type = TeacherRelative;
+};
+template <>
+struct Term<true> {
+    using Type = TeacherCross;
+};
+
+struct RowState : RowSums<Term<bool(kEntropy)>::Type> {
     __device__ void finish(float& value, float& lse_t, float& lse_s) const {
-        value = kLn2 * (terms[0] / l_t + log2f(l_s / l_t));
+        const float a = kEntropy ? terms[kTerms - 1] - terms[0] : terms[0];
+        value = kLn2 * (a / l_t + log2f(l_s / l_t));
         settle(value, lse_t, lse_s);
     }
 };

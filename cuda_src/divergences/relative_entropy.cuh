@@ -16,6 +16,16 @@ struct StudentRelative {
     __device__ static float move(float sum, const Moves& x) { return x.shrink_s * (sum - (x.d_s - x.d_t) * x.l_s); }
 };
 
+// C = sum 2^u v.
+struct TeacherCross {
+    __device__ static constexpr float largest() { return largest_sum(); }
+    // 0 times u is for an infinite one, whose weight may be 0: it must not be silent. The entropy's term has it anyway.
+    __device__ static float add(float p, float, float u, float v, float sum) {
+        return fmaf(p, kEntropy ? v : fmaf(u, 0.f, v), sum);
+    }
+    __device__ static float move(float sum, const Moves& x) { return x.shrink_t * (sum - x.d_s * x.l_t); }
+};
+
 // By a logit of P: P_j (log P_j - log Q_j - value). P (log2 P - log2 Q) is above -1, and its positive part sums to at
 // most the value + 1.
 struct RelativeByFirst {

@@ -29,7 +29,8 @@ __device__ constexpr float least(float x, float y, Rest... rest) {
 
 template <class... TERMS>
 struct SoftmaxSums {
-    enum : int { kTerms = sizeof...(TERMS) };
+    enum : int { kTerms = sizeof...(TERMS), kMoments = 0 };
+    enum : bool { kResumes = false };
     float r_t, r_s, l_t, l_s, terms[kTerms];
 
     __device__ void start() {
@@ -154,6 +155,8 @@ struct SoftmaxSums {
         for (int i = 0; i < kTerms; ++i) nothing = nothing && terms[i] == 0.f;
         return nothing;
     }
+
+    __device__ void moments(float*, float) const {}
 
     // Nats, of the last term, beside the log-sum-exp that the row has: 0 without keys, NaN where that is.
     __device__ float entropy(float lse_t) const {

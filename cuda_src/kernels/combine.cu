@@ -3,8 +3,9 @@
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "@divergence"
+#include "tile/row_results.cuh"
 
-static_assert(sizeof(RowState) == 4 * SplitStates::kStates, "plan: the state of a row");
+static_assert(RowState::kResumes || sizeof(RowState) == 4 * SplitStates::kStates, "plan: the state of a row");
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS) streamkl_combine(const __grid_constant__ ForwardArgs args) {
     const Extents& n = args.n;
@@ -20,15 +21,8 @@ extern "C" __global__ void __launch_bounds__(SKL_THREADS) streamkl_combine(const
     }
     const int r = static_cast<int>(index % n.queries), pair = static_cast<int>(index / n.queries);
     const int b = pair / n.heads, h = pair % n.heads;
-    float& value = row_vector(args.value, b, h)[r * args.value.row];
-    float& lse_t = row_vector(args.teacher_lse, b, h)[r * args.teacher_lse.row];
-    float& lse_s = row_vector(args.student_lse, b, h)[r * args.student_lse.row];
-    if constexpr (SKL_HAS_OFFSETS) {  // what the logits lacked lies where the log-sum-exps go
-        const float offset_t = lse_t, offset_s = lse_s;
-        state.finish(value, lse_t, lse_s);
-        add_offsets(value, lse_t, lse_s, offset_t, offset_s);
-    } else {
-        state.finish(value, lse_t, lse_s);
-    }
-    if constexpr (kEntropy) row_vector(args.entropy, b, h)[r * args.entropy.row] = state.entropy(lse_t);
+    float2 offset = make_float2(0.f, 0.f);
+    if constexpr (SKL_HAS_OFFSETS)  // what the logits lacked lies where the log-sum-exps go
+        offset = make_float2(*row_vector(args.teacher_lse, b, h, r), *row_vector(args.student_lse, b, h, r));
+    write_row<SKL_HAS_OFFSETS != 0>(args, state, b, h, r, offset);
 }

@@ -113,8 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     const int row = first_row + warp_row + Accumulators::first_row(lane);
     const Numbers numbers{args.teacher_numbers, args.student_numbers};
     RowState state[kLaneRows];
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) state[i].start();
+    start_rows(args, state, block.batch, block.head, segment, row);
 
     for (int i = 0; at.more(); ++i, at.next()) {
         advance_ring(i, fetch.ahead, fetch, leave_common);

@@ -120,8 +120,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     const int row = (kPacked ? packed_query(64 * group + strip) : group_row + strip) + Accumulators::first_row(lane);
     const Range mine = mask.keys_of(group_row, group_end);
     RowState state[kLaneRows];
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) state[i].start();
+    // Rows of a strip may be of another head than the block's, or of none.
+    const int strip_head = kPacked ? block.head + packed_head(64 * group + strip) : block.head;
+    start_rows(args, state, block.batch, min(strip_head, end_head - 1), segment, row);
 
     const u64 q_t = swizzled_descriptor(queries_t + group * 64 * 128),
               q_s = swizzled_descriptor(queries_s + group * 64 * 128);

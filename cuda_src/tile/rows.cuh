@@ -5,14 +5,26 @@
 #include "common/math.cuh"
 #include "tile/fragment.cuh"
 #include "tile/logits.cuh"
+#include "tile/row_results.cuh"
 #include "tile/schedule.cuh"
 
-static_assert(sizeof(RowState) == 4 * SplitStates::kStates, "plan: the state of a row");
+static_assert(RowState::kResumes || sizeof(RowState) == 4 * SplitStates::kStates, "plan: the state of a row");
 
 // Rows of which a lane holds elements, and how far below the first of them number i lies.
 constexpr int kLaneRows = Accumulators::kRows * kWarpTiles;
 __device__ constexpr int below_first(int i) {
     return 16 * (i / Accumulators::kRows) + Accumulators::below(i % Accumulators::kRows);
+}
+
+// States of the lane's rows, from `row` on of head `head`, before any key; those of a later pass know what the pass before
+// has of the row.
+__device__ inline void start_rows(const ForwardArgs& args, RowState (&state)[kLaneRows], int batch, int head,
+                                  const Segment& segment, int row) {
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+        const int r = row + below_first(i);
+        start_row(args, state[i], batch, head, segment.first_query + r, r < segment.queries);
+    }
 }
 
 // T and S are the scores whose dots t and s hold, n_t and n_s their numbers.
@@ -76,9 +88,6 @@ template <class Offsets = NoOffsets>
 __device__ inline void write_rows(const ForwardArgs& args, const Block& block, const Segment& segment,
                                   RowState (&state)[kLaneRows], int row, const Offsets& offsets = {}) {
     const Extents& n = args.n;
-    float* const value = row_vector(args.value, block.batch, block.head, segment.first_query);
-    float* const lse_t = row_vector(args.teacher_lse, block.batch, block.head, segment.first_query);
-    float* const lse_s = row_vector(args.student_lse, block.batch, block.head, segment.first_query);
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
         RowState& x = state[i];
@@ -89,22 +98,16 @@ __device__ inline void write_rows(const ForwardArgs& args, const Block& block, c
         if constexpr (Mask::kPicksQueries) {
             if (!Mask(n, segment, block.batch, block.head).there(r)) x.start();
         }
+        const int place = segment.first_query + r;
         if (n.splits == 1) {
-            x.finish(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row]);
-            if constexpr (Offsets::kAny)
-                add_offsets(value[r * args.value.row], lse_t[r * args.teacher_lse.row], lse_s[r * args.student_lse.row],
-                            offset.x, offset.y);
-            if constexpr (kEntropy)
-                row_vector(args.entropy, block.batch, block.head, segment.first_query)[r * args.entropy.row] =
-                    x.entropy(lse_t[r * args.teacher_lse.row]);
+            write_row<Offsets::kAny>(args, x, block.batch, block.head, place, offset);
         } else {
-            if (Offsets::kAny && block.split == 0) {
-                lse_t[r * args.teacher_lse.row] = offset.x;
-                lse_s[r * args.student_lse.row] = offset.y;
+            if (Offsets::kAny && !RowState::kResumes && block.split == 0) {
+                *row_vector(args.teacher_lse, block.batch, block.head, place) = offset.x;
+                *row_vector(args.student_lse, block.batch, block.head, place) = offset.y;
             }
             const i64 rows = static_cast<i64>(n.batch) * n.heads * n.queries;
-            const i64 index =
-                (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + segment.first_query + r;
+            const i64 index = (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + place;
             x.store(reinterpret_cast<float*>(args.workspace) + block.split * rows + index, n.splits * rows);
         }
     }

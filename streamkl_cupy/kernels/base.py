@@ -15,13 +15,16 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 from ..compiler.source import flatten
 from ..ops import Task
 from ..problem import Operand, Problem, Side, counted
-from ..rules.divergences import DIVERGENCES
+from ..rules import divergences
 from ..rules.masks import parts_of, registers
 from ..rules.scores import score_of
 from .gpus import DeviceFacts
 from .shares import LEAST_STEPS, number, shapes_of, steps_of
 from .structs import Args, Regions, Struct, args_of, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
+
+# Of most divergences: two references, two sums, and one more.
+SHORT_STATE = 5
 
 # Elements as common/config.cuh names them.
 ELEMENT_CODES = {"bfloat16": "kBf16", "float16": "kF16", "float32": "kF32"}
@@ -116,12 +119,23 @@ class Work:
         """Statistics that travel with each streamed query: two log-sum-exps, the upstream gradient, the value."""
         if not self.rows_are_keys:
             return 0
-        return 3 + (self.task.side in DIVERGENCES[self.problem.divergence].needs_value)
+        divergence = divergences.of(self.problem)
+        return 3 + (self.task.side in divergence.needs_value or divergence.moments > 0)
 
     @property
     def state_floats(self) -> int:
         """Size of a row's partial state in memory, where several blocks share a row's keys."""
-        return DIVERGENCES[self.problem.divergence].state_floats + self.problem.entropy
+        return divergences.of(self.problem).state_floats + self.problem.entropy
+
+    @property
+    def longest_state(self) -> int:
+        """The same, of the pass that has the largest."""
+        return max((self.state_floats, *divergences.of(self.problem).later_floats))
+
+    @property
+    def long_state(self) -> bool:
+        """Whether a pass keeps more of a row than most divergences do."""
+        return self.state_floats > SHORT_STATE or bool(divergences.of(self.problem).later_floats)
 
     @property
     def turned(self) -> bool:
@@ -204,7 +218,7 @@ class KernelPlan:
     entry: str
     symbol: str
     arch: str
-    constants: tuple[tuple[str, int | str], ...]
+    constants: tuple[tuple[str, int | float | str], ...]
     slots: tuple[tuple[str, str | tuple[str, ...]], ...]
     args: Struct
     regions: tuple[Regions, ...]
@@ -256,7 +270,7 @@ class KernelPlan:
 @lru_cache(maxsize=1024)
 def _text(
     entry: str,
-    constants: tuple[tuple[str, int | str], ...],
+    constants: tuple[tuple[str, int | float | str], ...],
     slots: tuple[tuple[str, str | tuple[str, ...]], ...],
     args: Struct,
     regions: tuple[Regions, ...],
@@ -403,7 +417,7 @@ class Kernel(ABC, Generic[Row]):
         most_blocks = facts.multiprocessors * tile.min_blocks if self.persistent else 0
         smem_bytes = self.smem_bytes(work, tile)
         parts, scores = parts_of(problem.mask), [score_of(side) for side in work.sides]
-        constants: dict[str, int | str] = {
+        constants: dict[str, int | float | str] = {
             "SKL_T_ELEMENT": ELEMENT_CODES[problem.teacher.dtype],
             "SKL_S_ELEMENT": ELEMENT_CODES[problem.student.dtype],
             "SKL_T_DIM": problem.teacher.dim,
@@ -425,10 +439,12 @@ class Kernel(ABC, Generic[Row]):
         if self.shares_tiles:
             constants["SKL_SHARED"] = int(tile.shared)
             constants["SKL_LEAST_STEPS"] = LEAST_STEPS
+        divergence = divergences.of(problem)
+        constants |= divergence.constants
         if problem.entropy and not task.side:
             constants["SKL_ENTROPY"] = 1
         headers: dict[str, str | tuple[str, ...]] = {
-            "divergence": DIVERGENCES[problem.divergence].header,
+            "divergence": divergence.header,
             "score": (*dict.fromkeys(path for score in scores for path in score.headers), "scores/all.cuh"),
             "mask": (*(part.header for part in parts), "masks/all.cuh"),
         }

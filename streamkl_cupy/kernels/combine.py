@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..ops import Task
 from ..problem import Problem
-from ..rules.divergences import DIVERGENCES
+from ..rules import divergences
 from ..rules.masks import Scene, key_range, parts_of
 from .base import KernelPlan, Work
 from .gpus import DeviceFacts
@@ -75,7 +75,8 @@ def plan(work: Work, forward: KernelPlan, facts: DeviceFacts) -> KernelPlan:
     """The kernel that joins the splits of `forward`, a thread to a row."""
     problem = work.problem
     # Only float32 keys have parts in common taken from them, and log-sum-exps to give those back to.
-    constants = {"SKL_HAS_OFFSETS": int(work.float32), "SKL_THREADS": THREADS}
+    divergence = divergences.of(problem)
+    constants = {**divergence.constants, "SKL_HAS_OFFSETS": int(work.float32), "SKL_THREADS": THREADS}
     if problem.entropy:
         constants["SKL_ENTROPY"] = 1
     return KernelPlan(
@@ -84,7 +85,7 @@ def plan(work: Work, forward: KernelPlan, facts: DeviceFacts) -> KernelPlan:
         symbol="streamkl_combine",
         arch=facts.flag,
         constants=tuple(sorted(constants.items())),
-        slots=(("divergence", DIVERGENCES[problem.divergence].header),),
+        slots=(("divergence", divergence.header),),
         args=args_of().forward,
         regions=forward.regions,
         blocks=-(-problem.batch * problem.heads * problem.queries // THREADS),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from .base import TileRow, Work
 from .combine import splits_of_last_rows
+from .gpus import DeviceFacts
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, held_steps, packed_rows, row_bytes
 from .structs import Regions, split_states
 
@@ -81,6 +82,10 @@ _REGISTERS = {
 }
 
 
+# Of divergences with three terms, without the entropy.
+LONG_STATE = 7
+
+
 class _Forward(Hopper[_Row]):
     kind = "forward"
     args = "hopper_forward"
@@ -106,6 +111,13 @@ class _Forward(Hopper[_Row]):
 
     def packed(self, work: Work) -> Work:
         return replace(work, packed_rows=packed_rows(work))
+
+    def fitting(self, work: Work, facts: DeviceFacts) -> tuple[_Row, ...]:
+        # Where registers are few, a long state leaves none to a mask, and the longest none to anything.
+        rows = super().fitting(work, facts)
+        if work.state_floats > LONG_STATE:
+            return tuple(row for row in rows if row.warps < 16 and row.min_blocks == 1)
+        return tuple(row for row in rows if row.warps < 16 or work.mask_level < 3 or not work.long_state)
 
     def most_splits(self, work: Work, tile: _Row) -> int:
         return splits_of_last_rows(work.problem, tile.rows, tile.columns)

@@ -264,6 +264,17 @@ OUT_ROWS = ("value", "teacher_lse", "student_lse")
 """What a forward writes, nats."""
 SAVED_ROWS = ("grad", "teacher_lse", "student_lse", "value")
 """What a backward reads of each row: the upstream gradient and what the forward saved, nats. One after the other."""
+SAVED_ROWS_ARGS = Struct(
+    "SavedRowsArgs",
+    (
+        *(Field(name, TENSOR3) for name in SAVED_ROWS),
+        Field("moments", TENSOR3),
+        Field("entries", "int", "of the batch"),
+        Field("heads", "int"),
+        Field("queries", "int"),
+        Field("workspace", "u64", "four floats of each row, in the order of the first four of these"),
+    ),
+)
 MASK_BITS = Struct(
     "MaskBitsArgs",
     (
@@ -307,6 +318,7 @@ def args_of(teacher: Names = ("scale",), student: Names = ("scale",)) -> Args:
             *numbers,
             Field("workspace", "u64", "row states where keys are split: [field][split][B H][M]"),
             Field("entropy", TENSOR3, "nats, where it is wanted"),
+            Field("moments", TENSOR3, "several floats to a row, where the divergence has some"),
         ),
     )
     gradient = Struct(

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..concurrency import threads
 from ..problem import Problem, counted
-from ..rules.divergences import DIVERGENCES
+from ..rules import divergences
 from ..rules.masks import differs_by_entry, parts_of
 from ..rules.scores import score_of
 
@@ -92,7 +92,7 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
 
 def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
     """Elements of each buffer that a block of `heads` heads, all batch entries counted, needs at most."""
-    sizes = dict.fromkeys(DIVERGENCES[problem.divergence].tile_buffers, heads * m * n)
+    sizes = dict.fromkeys(divergences.of(problem).tile_buffers, heads * m * n)
     if problem.entropy:
         sizes["entropy"] = heads * m * n
     for name, side in (("teacher", problem.teacher), ("student", problem.student)):

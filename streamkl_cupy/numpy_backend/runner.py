@@ -34,9 +34,9 @@ import numpy as np
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
 from ..concurrency.threads import Team, Turn
 from ..problem import Problem
+from ..rules import divergences
 from ..rules import masks as rules
-from ..rules.divergences import DIVERGENCES
-from ..rules.divergences.interface import RowResults
+from ..rules.divergences.interface import RowResults, RowState
 from ..rules.scores.interface import LOG2E
 from .block import Array, Block, Half, Place, Scratch, Tile, Totals, canonical, rows_at, slices
 from .elements import narrow
@@ -108,7 +108,7 @@ class Runner:
         self.problem = problem
         self._plans: dict[int, NumPyPlan] = {}
         self._dtype = np.dtype(problem.stat_dtype)
-        self._divergence = DIVERGENCES[problem.divergence]
+        self._divergence = divergences.of(problem)
         self._mask = rules.parts_of(problem.mask)
         self._scores = problem.batch * problem.heads * problem.queries * problem.keys
 
@@ -139,7 +139,7 @@ class Runner:
         op = self.problem.operation
         places, count = self._places(masks)
         views = self._views(inputs)
-        rows = [self._rows(x) for x in outputs if x is not None]
+        rows = [self._rows(name, x) for name, x in zip(RowStats._fields, outputs, strict=True) if x is not None]
         if self.problem.sequences:  # rows after the last sequence
             for out, empty in zip(rows, (0, -np.inf, -np.inf, *(0 for _ in rows[3:])), strict=True):
                 out[...] = empty
@@ -179,7 +179,7 @@ class Runner:
         op = self.problem.operation
         places, count = self._places(masks)
         views, grads = self._views(inputs), self._views(outputs)
-        rows = {name: self._rows(x) for name, x in zip(Saved._fields, saved, strict=True) if x is not None}
+        rows = {name: self._rows(name, x) for name, x in zip(Saved._fields, saved, strict=True) if x is not None}
         for x in grads.values():
             x[...] = 0
 
@@ -236,8 +236,8 @@ class Runner:
             if x is not None
         }
 
-    def _rows(self, x: ArrayView) -> Array:
-        return canonical(host(x), self.problem.layout, x.name == "moments")
+    def _rows(self, name: str, x: ArrayView) -> Array:
+        return canonical(host(x), self.problem.layout, name == "moments")
 
     def _places(self, masks: MaskArrays | None) -> tuple[list[Place], int]:
         """The sequences, or the whole, with the mask's values checked, and how many threads share them."""
@@ -307,10 +307,12 @@ class Runner:
         self, views: dict[str, Array], place: Place, at: Block, scratch: Scratch, team: Team[Any]
     ) -> RowResults:
         teacher, student = self._halves(views, at, scratch)
-        state = self._divergence.row_state(teacher.q.shape[:3], self._dtype, self.problem.entropy)
-        for tile in self._tiles(place, at):
-            team.pause()
-            state.absorb(teacher.logits(tile), student.logits(tile), tile.visible, scratch)
+        state: RowState = self._divergence.row_state(teacher.q.shape[:3], self._dtype, self.problem.entropy)
+        for later in (None, *self._divergence.later_states):
+            state = state if later is None else later(state)
+            for tile in self._tiles(place, at):
+                team.pause()
+                state.absorb(teacher.logits(tile), student.logits(tile), tile.visible, scratch)
         return state.finish(teacher.offset, student.offset)
 
     def _block_backward(self, task: _BackwardTask, scratch: Scratch, team: Team[Any]) -> None:
@@ -324,6 +326,8 @@ class Runner:
             if "kl" not in saved:
                 saved["kl"] = self._block_forward(views, place, at, scratch, team).value
             value = saved["kl"][..., None] * LOG2E
+        if "moments" in saved:
+            value = saved["moments"][..., None, :]
         # -inf marks a row without keys: not a number to subtract, and the row weighs nothing whatever memory holds.
         empty = np.isneginf(saved["teacher_lse"])
         lses: list[Array] = []

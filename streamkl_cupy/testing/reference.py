@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..numpy_backend.elements import narrow, widen
 from ..problem import Side
-from ..rules.divergences import DIVERGENCES
+from ..rules.divergences import bound, given_parameters
 from ..rules.divergences.interface import log_softmax, log_sum_exp, terms_of
 from ..rules.scores import SCORES
 from ..rules.scores.softcap import capped
@@ -102,11 +102,13 @@ def forward(
     student_k: ArrayLike,
     *,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     **options: Any,
 ) -> Rows:
     """Dense float64 forward. `options` are those of `attention_kl` that change the value of a row."""
     call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
-    entry = DIVERGENCES[divergence]
+    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
     out = Rows(*(np.empty(call.row_shape) for _ in Rows._fields))
     for index, _, teacher, student in call.heads():
         visible = call.visible[index]
@@ -148,6 +150,8 @@ def backward(
     student_k: ArrayLike,
     *,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     **options: Any,
 ) -> Gradients:
     """Dense float64 gradients of sum(grad * rows), `grad` shaped like the rows.
@@ -157,7 +161,7 @@ def backward(
     call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
     upstream = call.canonical_rows(exact(grad))
     value, magnitude, noise, sensitivity = (call.zeros() for _ in Gradients._fields)
-    entry = DIVERGENCES[divergence]
+    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
     for index, keys, teacher, student in call.heads():
         visible = call.visible[index]
         signed = entry.logit_gradients(teacher.logits, student.logits, visible)
@@ -258,6 +262,8 @@ def plain(
     student_k: Array,
     *,
     divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
     dtypes: tuple[str, str] = ("float32", "float32"),
     **options: Any,
 ) -> tuple[Array, Grads]:
@@ -269,7 +275,8 @@ def plain(
     """
     call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
     upstream = call.canonical_rows(exact(grad)).astype(np.float32)
-    rows, value, entry = np.empty(call.row_shape, np.float32), call.zeros(), DIVERGENCES[divergence]
+    rows, value = np.empty(call.row_shape, np.float32), call.zeros()
+    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
     for index, keys, teacher, student in call.heads(np.float32):
         visible = call.visible[index]
         fresh, again = (

@@ -7,8 +7,8 @@ as the definition that everything is judged by.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,7 +56,7 @@ class TileGradients(Protocol):
         self,
         teacher: Array,
         student: Array,
-        value: Array | float,
+        value: Any,
         wanted: tuple[bool, bool],
         visible: Array | None,
         scratch: Scratch,
@@ -65,8 +65,16 @@ class TileGradients(Protocol):
         """(log2 P, log2 Q, the row's value in base 2, which sides) -> both, None for what is not wanted.
 
         Logarithms are -inf where not visible and may be overwritten; derivatives are 0 there. The value is 0 where no
-        wanted side needs it.
+        wanted side needs it; a divergence with moments has these, (..., 1, k), in its place.
         """
+
+
+class Parameter(NamedTuple):
+    """A number that a divergence takes by an option of the same name."""
+
+    default: float
+    misfit: Callable[[float], str]
+    """What is wrong with a value, the rest of a sentence; empty where nothing is."""
 
 
 class Terms(NamedTuple):
@@ -85,7 +93,8 @@ class Divergence:
     name: str
     header: str
     formula: str
-    """The value of a row in Python, of arrays P and Q of its keys, with numpy's log: for people, and for tests."""
+    """The value of a row in Python, of arrays P and Q of its keys, with numpy's log: for people, and for tests. After a
+    comma it says what M is."""
     needs_value: tuple[str, ...]
     """Sides whose gradients read the row's value, as `LogitGradient<side>::kNeedsValue` says on the device."""
     state_floats: int
@@ -104,6 +113,17 @@ class Divergence:
     """The same with every term by its magnitude: what rounding errors of the derivatives are proportional to."""
     moments: int = 0
     """Numbers of a row that its gradients read in place of its value."""
+    later_floats: tuple[int, ...] = ()
+    """`state_floats` of passes after the first."""
+    later_states: tuple[Callable[[Any], RowState], ...] = ()
+    """Their row states, each of the one before."""
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    bind: Callable[[Mapping[str, float]], Divergence] | None = None
+    """The divergence with other parameters."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Macros of its header, what comes of parameters."""
+    narrow: bool = True
+    """Whether `LogitGradient<side>::bound` bounds its gradients, which float16 needs on a GPU."""
 
     def value(self, teacher: Logits, student: Logits, visible: Visible) -> NDArray[np.float64]:
         """Natural logits (..., M, N) -> (..., M) in nats; 0 for a row that sees no key."""

@@ -38,13 +38,16 @@ class Moves(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One sum beside l_t and l_s: of 2^u or 2^v (`weight` "p" or "q") times something linear in u and v."""
+    """One sum beside l_t and l_s: of 2^u or 2^v (`weight` "p" or "q") times something linear in u and v, or times
+    another of the two."""
 
     weight: str
-    linear: Callable[[Array, Array, Array], Any]
+    linear: Callable[[Array, Array, Array], Any] | None
     """(u, v, out)"""
     move: Callable[[Array, Moves], Array]
     """(the sum, moves) -> the sum after the references have moved."""
+    other: str = ""
+    """The other weight, where nothing is linear."""
 
 
 TEACHER_ENTROPY = Term("p", lambda u, v, out: np.copyto(out, u), lambda x, m: m.shrink_t * (x - m.d_t * m.l_t))
@@ -67,8 +70,11 @@ class Sums(ABC):
         self._move(u.max(axis=-1), v.max(axis=-1), seen)
         u -= self.r_t[..., None]
         v -= self.r_s[..., None]
-        factors = []
+        factors: list[Array | None] = []
         for i, term in enumerate(self._terms):
+            if term.linear is None:
+                factors.append(None)
+                continue
             factor = scratch(f"term{i}" if i < len(self.own) else "entropy", u.shape)
             term.linear(u, v, factor)
             if visible is not None:
@@ -78,8 +84,9 @@ class Sums(ABC):
         np.exp2(v, out=v)
         # A product with a column of ones is BLAS's way to sum rows, twice as fast as sum().
         ones = np.ones((u.shape[3], 1), u.dtype)
-        for i, (term, factor) in enumerate(zip(self._terms, factors, strict=True)):
-            self.terms[i] += np.vecdot(u if term.weight == "p" else v, factor)
+        weights = {"p": u, "q": v}
+        for i, (term, own) in enumerate(zip(self._terms, factors, strict=True)):
+            self.terms[i] += np.vecdot(weights[term.weight], weights[term.other] if own is None else own)
         self.l_t += np.matmul(u, ones)[..., 0]
         self.l_s += np.matmul(v, ones)[..., 0]
 
