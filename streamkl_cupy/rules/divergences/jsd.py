@@ -31,7 +31,7 @@ class LogSumExps(Sums):
 
     def absorb(self, u: Array, v: Array, visible: Array | None, scratch: Scratch) -> None:
         """Add a tile of keys: base-2 logits, which are overwritten."""
-        self.keys += u.shape[-1] if visible is None else visible.sum(axis=-1)
+        self.keys += u.shape[-1] if visible is None else np.broadcast_to(visible, u.shape).sum(axis=-1)
         super().absorb(u, v, visible, scratch)
 
     def value(self) -> Array:
