@@ -565,11 +565,11 @@ def pairs_computed(**options: Any) -> int:
     ready = Call.of(ATTENTION_KL, tuple(case.arrays), case.options).ready()
     runner, seen = ready.checked.runner, ready.masks
     total = 0
-    for place in runner._places(seen)[0]:
-        for b, h in runner._groups(place):
-            for at in runner._blocks(place, b, h):
+    for segment in runner._segments(seen)[0]:
+        for b, h in runner._groups(segment):
+            for at in runner._blocks(segment, b, h):
                 rows = (at.b.stop - at.b.start) * (at.h.stop - at.h.start) * (at.q.stop - at.q.start)
-                for tile in runner._tiles(place, at):
+                for tile in runner._tiles(segment, at):
                     count = tile.k.stop - tile.k.start if isinstance(tile.k, slice) else len(tile.k)
                     total += rows * count
     return total

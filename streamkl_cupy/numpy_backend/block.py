@@ -59,9 +59,9 @@ def _not_finite(x: Array) -> Array | None:
     return bad if bad.any() else None
 
 
-def rows_at(op: Op, views: dict[str, Array], place: Place) -> dict[str, Array]:
-    """The rows of a place of each operand or gradient."""
-    return {name: x[:, :, place.q if op.operand[name].rows == "q" else place.k] for name, x in views.items()}
+def rows_at(op: Op, views: dict[str, Array], segment: Segment) -> dict[str, Array]:
+    """The rows of a segment of each operand or gradient."""
+    return {name: x[:, :, segment.q if op.operand[name].rows == "q" else segment.k] for name, x in views.items()}
 
 
 class Scratch:
@@ -106,7 +106,7 @@ class Tile(NamedTuple):
         return int(self.k.stop if isinstance(self.k, slice) else self.k[-1] + 1)
 
 
-class Place(NamedTuple):
+class Segment(NamedTuple):
     """The rows and keys of one packed sequence, or all of them, and how they are cut into blocks."""
 
     q: slice

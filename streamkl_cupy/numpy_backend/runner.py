@@ -38,7 +38,7 @@ from ..rules import divergences
 from ..rules import masks as rules
 from ..rules.divergences.interface import RowResults, RowState
 from ..rules.scores.interface import LOG2E
-from .block import Array, Block, Half, Place, Scratch, Tile, Totals, canonical, rows_at, slices
+from .block import Array, Block, Half, Scratch, Segment, Tile, Totals, canonical, rows_at, slices
 from .elements import narrow
 from .plan import LEAST_SHARED_PRODUCT, NumPyPlan, head_group, make_plan, threads_for
 
@@ -48,7 +48,7 @@ _Task = TypeVar("_Task")
 class _ForwardTask(NamedTuple):
     """One block of the forward, with what it reads and where its rows go."""
 
-    place: Place
+    segment: Segment
     at: Block
     views: dict[str, Array]
     outputs: list[Array]
@@ -66,7 +66,7 @@ class _BackwardTask(NamedTuple):
 class _Group:
     """Blocks of the backward that add to the same key gradients, and these."""
 
-    place: Place
+    segment: Segment
     views: dict[str, Array]
     rows: dict[str, Array]
     grads: dict[str, Array]
@@ -137,7 +137,7 @@ class Runner:
             ValueError: lengths or sequence bounds that do not fit; nothing has been written then.
         """
         op = self.problem.operation
-        places, count = self._places(masks)
+        segments, count = self._segments(masks)
         views = self._views(inputs)
         rows = [self._rows(name, x) for name, x in zip(RowStats._fields, outputs, strict=True) if x is not None]
         if self.problem.sequences:  # rows after the last sequence
@@ -145,21 +145,21 @@ class Runner:
                 out[...] = empty
 
         def tasks() -> Iterator[_ForwardTask]:
-            for place in places:
-                here, out_rows = rows_at(op, views, place), [x[:, :, place.q] for x in rows]
-                for b, h in self._groups(place):
-                    for at in self._blocks(place, b, h):
-                        yield _ForwardTask(place, at, here, out_rows)
+            for segment in segments:
+                here, out_rows = rows_at(op, views, segment), [x[:, :, segment.q] for x in rows]
+                for b, h in self._groups(segment):
+                    for at in self._blocks(segment, b, h):
+                        yield _ForwardTask(segment, at, here, out_rows)
 
         def work(team: Team[_ForwardTask]) -> None:
             scratch = scratches.pop()
             for task in team:
-                found = self._block_forward(task.views, task.place, task.at, scratch, team)
+                found = self._block_forward(task.views, task.segment, task.at, scratch, team)
                 for out, x in zip(task.outputs, [x for x in found if x is not None], strict=True):
                     out[task.at] = x
 
-        scratches = self._scratches(places, count)
-        self._team(places, tasks(), count).run(work)
+        scratches = self._scratches(segments, count)
+        self._team(segments, tasks(), count).run(work)
 
     def backward(
         self,
@@ -177,24 +177,24 @@ class Runner:
             ValueError: lengths or sequence bounds that do not fit; nothing has been written then.
         """
         op = self.problem.operation
-        places, count = self._places(masks)
+        segments, count = self._segments(masks)
         views, grads = self._views(inputs), self._views(outputs)
         rows = {name: self._rows(name, x) for name, x in zip(Saved._fields, saved, strict=True) if x is not None}
         for x in grads.values():
             x[...] = 0
 
         def groups() -> Iterator[_Group]:
-            for place in places:
-                here, grads_here = rows_at(op, views, place), rows_at(op, grads, place)
-                rows_here = {name: x[:, :, place.q] for name, x in rows.items()}
-                for b, h in self._groups(place):
+            for segment in segments:
+                here, grads_here = rows_at(op, views, segment), rows_at(op, grads, segment)
+                rows_here = {name: x[:, :, segment.q] for name, x in rows.items()}
+                for b, h in self._groups(segment):
                     keys = {
                         name: grads_here[name][b, slice(h.start // side.group, h.stop // side.group)]
                         for name, side in (("teacher_k", self.problem.teacher), ("student_k", self.problem.student))
                         if name in grads_here
                     }
-                    blocks = deque(self._blocks(place, b, h))
-                    yield _Group(place, here, rows_here, grads_here, keys, h.start, blocks)
+                    blocks = deque(self._blocks(segment, b, h))
+                    yield _Group(segment, here, rows_here, grads_here, keys, h.start, blocks)
 
         def tasks() -> Iterator[_BackwardTask]:
             # As many groups side by side as there are threads, so that these seldom meet in the same keys. Of each its
@@ -214,17 +214,17 @@ class Runner:
                 task.turn.reach(Turn.DONE)
                 task.group.done(team)
 
-        scratches = self._scratches(places, count)
-        team = self._team(places, tasks(), count)
+        scratches = self._scratches(segments, count)
+        team = self._team(segments, tasks(), count)
         team.run(work)
 
-    def _team(self, places: list[Place], tasks: Iterator[_Task], count: int) -> Team[_Task]:
-        return Team(tasks, count, any(place.plan.product > LEAST_SHARED_PRODUCT for place in places))
+    def _team(self, segments: list[Segment], tasks: Iterator[_Task], count: int) -> Team[_Task]:
+        return Team(tasks, count, any(segment.plan.product > LEAST_SHARED_PRODUCT for segment in segments))
 
-    def _scratches(self, places: list[Place], count: int) -> list[Scratch]:
+    def _scratches(self, segments: list[Segment], count: int) -> list[Scratch]:
         # Of several sequences, the largest that any of them needs.
-        sizes = places[0].plan.buffers if places else {}
-        for plan in {place.plan for place in places[1:]}:
+        sizes = segments[0].plan.buffers if segments else {}
+        for plan in {segment.plan for segment in segments[1:]}:
             sizes = {name: max(size, plan.buffers[name]) for name, size in sizes.items()}
         return [Scratch(sizes, self._dtype) for _ in range(count)]
 
@@ -239,7 +239,7 @@ class Runner:
     def _rows(self, name: str, x: ArrayView) -> Array:
         return canonical(host(x), self.problem.layout, name == "moments")
 
-    def _places(self, masks: MaskArrays | None) -> tuple[list[Place], int]:
+    def _segments(self, masks: MaskArrays | None) -> tuple[list[Segment], int]:
         """The sequences, or the whole, with the mask's values checked, and how many threads share them."""
         p = self.problem
         values = {name: host(x) for name, x in (masks or {}).items()}
@@ -249,40 +249,40 @@ class Runner:
         if packing is None:
             scene = rules.Scene(p.queries, p.keys, params, rules.by_entry(values), p.mask.pattern)
             plan = self.plan
-            return [Place(slice(0, p.queries), slice(0, p.keys), scene, plan)], plan.threads
+            return [Segment(slice(0, p.queries), slice(0, p.keys), scene, plan)], plan.threads
         scenes = [
-            (segment, rules.Scene(segment.q.stop - segment.q.start, segment.k.stop - segment.k.start, segment.params))
-            for segment in packing.segments(values, params)
+            (x, rules.Scene(x.q.stop - x.q.start, x.k.stop - x.k.start, x.params))
+            for x in packing.segments(values, params)
         ]
         scores = sum(scene.queries * scene.keys for _, scene in scenes)
         count = threads_for(p.heads * scores, scores / max(len(scenes), 1))
         each = -(-count // max(len(scenes), 1))
         plans = {(M, N): make_plan(p, M, N, each) for M, N in {(scene.queries, scene.keys) for _, scene in scenes}}
-        places = [Place(x.q, x.k, scene, plans[scene.queries, scene.keys]) for x, scene in scenes]
-        return places, max(min(count, sum(place.plan.blocks for place in places)), 1)
+        segments = [Segment(x.q, x.k, scene, plans[scene.queries, scene.keys]) for x, scene in scenes]
+        return segments, max(min(count, sum(segment.plan.blocks for segment in segments)), 1)
 
-    def _groups(self, place: Place) -> Iterator[tuple[slice, slice]]:
+    def _groups(self, segment: Segment) -> Iterator[tuple[slice, slice]]:
         """Batches and heads that share nothing with others: whole key heads of both sides."""
         p = self.problem
-        if p.batch * p.heads * place.scene.queries > 0:
-            for b in slices(p.batch, place.plan.batches):
-                for h in slices(p.heads, max(place.plan.heads, head_group(p))):
+        if p.batch * p.heads * segment.scene.queries > 0:
+            for b in slices(p.batch, segment.plan.batches):
+                for h in slices(p.heads, max(segment.plan.heads, head_group(p))):
                     yield b, h
 
-    def _blocks(self, place: Place, b: slice, h: slice) -> Iterator[Block]:
-        for heads in slices(h.stop, place.plan.heads, h.start):
-            for q in slices(place.scene.queries, place.plan.queries):
+    def _blocks(self, segment: Segment, b: slice, h: slice) -> Iterator[Block]:
+        for heads in slices(h.stop, segment.plan.heads, h.start):
+            for q in slices(segment.scene.queries, segment.plan.queries):
                 yield Block(b, heads, q)
 
-    def _tiles(self, place: Place, at: Block) -> Iterator[Tile]:
+    def _tiles(self, segment: Segment, at: Block) -> Iterator[Tile]:
         """The keys that any row of the block may see: stretches of them, or where the mask has holes, picked ones."""
-        q0, q1, step = at.q.start, at.q.stop, place.plan.keys
+        q0, q1, step = at.q.start, at.q.stop, segment.plan.keys
         if not self._mask:
-            for k in slices(place.scene.keys, step):
+            for k in slices(segment.scene.keys, step):
                 yield Tile(k, None)
             return
-        scene = place.scene._replace(
-            arrays={name: x[at.b] for name, x in place.scene.arrays.items()}, heads=range(at.h.start, at.h.stop)
+        scene = segment.scene._replace(
+            arrays={name: x[at.b] for name, x in segment.scene.arrays.items()}, heads=range(at.h.start, at.h.stop)
         )
         k0, k1 = rules.key_range(self._mask, scene, q0, q1)
         some = rules.holes(self._mask, scene, q0, q1, k0, k1)
@@ -304,27 +304,27 @@ class Runner:
         return Half("teacher", p.teacher, views, at, scratch), Half("student", p.student, views, at, scratch)
 
     def _block_forward(
-        self, views: dict[str, Array], place: Place, at: Block, scratch: Scratch, team: Team[Any]
+        self, views: dict[str, Array], segment: Segment, at: Block, scratch: Scratch, team: Team[Any]
     ) -> RowResults:
         teacher, student = self._halves(views, at, scratch)
         state: RowState = self._divergence.row_state(teacher.q.shape[:3], self._dtype, self.problem.entropy)
         for later in (None, *self._divergence.later_states):
             state = state if later is None else later(state)
-            for tile in self._tiles(place, at):
+            for tile in self._tiles(segment, at):
                 team.pause()
                 state.absorb(teacher.logits(tile), student.logits(tile), tile.visible, scratch)
         return state.finish(teacher.offset, student.offset)
 
     def _block_backward(self, task: _BackwardTask, scratch: Scratch, team: Team[Any]) -> None:
         group, at, divergence = task.group, task.at, self._divergence
-        views, grads, place = group.views, group.grads, group.place
+        views, grads, segment = group.views, group.grads, group.segment
         halves = self._halves(views, at, scratch)
         wanted = _wants("teacher", grads), _wants("student", grads)
         saved = {name: x[at].astype(self._dtype) for name, x in group.rows.items()}
         value: Array | float = 0.0
         if any(want and half.name in divergence.needs_value for half, want in zip(halves, wanted, strict=True)):
             if "kl" not in saved:
-                saved["kl"] = self._block_forward(views, place, at, scratch, team).value
+                saved["kl"] = self._block_forward(views, segment, at, scratch, team).value
             value = saved["kl"][..., None] * LOG2E
         if "moments" in saved:
             value = saved["moments"][..., None, :]
@@ -339,7 +339,7 @@ class Runner:
         }
         dq = {half.name: np.zeros(half.q.shape, self._dtype) for half in halves if f"{half.name}_q" in grads}
         weighted_q = {half.name: half.weighted(weight[half.name]) for half in halves if f"{half.name}_k" in grads}
-        for tile in self._tiles(place, at):
+        for tile in self._tiles(segment, at):
             team.pause()
             x, y = (half.logits(tile, want) for half, want in zip(halves, wanted, strict=True))
             # What the logits lack is known with the first tile.
