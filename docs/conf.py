@@ -42,9 +42,12 @@ SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Accuracy|Example|Examples|At
 
 def as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Docstrings are plain text: stars and bars are themselves, and indented lines above the sections are formulas."""
-    above, previous = True, ""
+    above, previous, section = True, "", ""
     for i, line in enumerate(lines):
-        above = above and not SECTION.match(line)
+        section = line if SECTION.match(line) else section
+        above = above and not section
+        if section.startswith(("Args", "Returns", "Raises")) and line.startswith(" " * 9):
+            line = " " * 8 + line.lstrip()  # a line that goes on, indented for those who read the docstring
         if above and line.startswith("    ") and not previous:
             lines[i] = f"::\n\n{line}"
         elif not (above and line.startswith("    ")) and not line.lstrip().startswith(">>>"):
