@@ -73,8 +73,8 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, Strip<kTiles>& s,
         }
 #pragma unroll
         for (int m = 0; m < kWarpTiles; ++m) {
-            turn_to_logits<Score<kTeacher>>(t[m][c], numbers.teacher);
-            turn_to_logits<Score<kStudent>>(s[m][c], numbers.student);
+            turn<Score<kTeacher>>(t[m], c, numbers.teacher);
+            turn<Score<kStudent>>(s[m], c, numbers.student);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const RowStats& x =
@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                     const int r = warp_row + Accumulators::first_row(lane) + 16 * m + Accumulators::below(half);
                     float& lse = kSide == kTeacher ? stats[m][half].lse_t : stats[m][half].lse_s;
                     if constexpr (Score<kSide>::kLinear)
-                        lse = -Turned<kSide>::logit(common.times(grad_rows, r), numbers.of<kSide>(), lse);
+                        lse = -Score<kSide>::logit(common.times(grad_rows, r), numbers.of<kSide>(), lse);
                 }
         }
         const auto leave_common = [&common, &stage](int i) { common.template leave<kColumns>(stage(i).grad()); };

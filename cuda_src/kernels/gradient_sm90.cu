@@ -272,8 +272,8 @@ __device__ inline void logit_gradients(float (&t)[kTiles][4], float (&s)[kTiles]
                                        const RowStats (&rows)[Accumulators::kRows], u32 stats, Numbers numbers) {
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
-        turn_to_logits<Score<kTeacher>>(t[c], numbers.teacher);
-        turn_to_logits<Score<kStudent>>(s[c], numbers.student);
+        turn<Score<kTeacher>>(t, c, numbers.teacher);
+        turn<Score<kStudent>>(s, c, numbers.student);
         RowStats streamed[2];
         if constexpr (!kRowsAreQueries) Stats::read(streamed, stats, 4 * c + Accumulators::pair(lane_id()));
 #pragma unroll

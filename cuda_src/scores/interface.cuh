@@ -8,12 +8,15 @@
 //   logit(dot, n)             the logit in base 2
 //   logit(dot, n, reference)  the same less a reference, rounded once
 //
-// Any other says it in steps, which tile/logits.cuh takes for several dots at a time:
-//   prepare(dot, n)           the argument of the function
+// Any other says it in steps. Those of the function, which tile/logits.cuh takes for several dots at a time, in place:
+//   prepare(dot, n)           the argument
 //   usual(x)                  whether `finish` knows it
 //   tame(x)                   one that it knows, of an unusual one; NaN for NaN, and for what no input has
-//   finish(x, n)              the logit in base 2
-//   slope(logit, n)           its derivative by the dot product but for the factor; at most 1 for element types of narrow
-//                             exponent
+//   finish(x, n)              the function of it
+// and of what it gives, y:
+//   logit(y, n)               the logit in base 2
+//   logit(y, n, reference)    the same less a reference
+//   slope(y, n)               the logit's derivative by the dot product but for the factor; at most 1 for element types
+//                             of narrow exponent
 #pragma once
 #include "common/types.cuh"

@@ -1,5 +1,6 @@
-// The logit is the logarithm of the scaled dot product, so that the softmax is what linear attention has: each product
-// over the sum of all. A product below the smallest normal float counts as that, and its logit does not move with it.
+// The logit is the logarithm of the dot product, so that the softmax is what linear attention has: each product over the
+// sum of all. A product below the smallest normal float counts as that, and its logit does not move with it. The scale
+// adds n.offset to all logits.
 #pragma once
 #include "ptx/math.cuh"
 #include "scores/interface.cuh"
@@ -7,10 +8,10 @@
 struct LogDot {
     static constexpr bool kLinear = false;
     static constexpr float kLeast = 1.17549435e-38f;  // 2^-126
-    __device__ static float factor(float scale) { return scale; }
+    __device__ static float factor(float) { return 1.f; }
     template <class N>
-    __device__ static float prepare(float dot, const N& n) {
-        return dot * n.scale;
+    __device__ static float prepare(float dot, const N&) {
+        return dot;
     }
     __device__ static bool usual(float x) { return x >= kLeast; }
     __device__ static float tame(float x) { return x < kLeast ? kLeast : x; }
@@ -18,9 +19,17 @@ struct LogDot {
     __device__ static float finish(float x, const N&) {
         return log2_approx(x);
     }
-    // 1 / x
     template <class N>
-    __device__ static float slope(float logit, const N&) {
-        return logit <= -126.f ? 0.f : exp2_approx(-logit);
+    __device__ static float logit(float y, const N& n) {
+        return y + n.offset;
+    }
+    template <class N>
+    __device__ static float logit(float y, const N& n, float reference) {
+        return y - (reference - n.offset);
+    }
+    // 1 / x, and 0 of the least, whose logarithm may be rounded.
+    template <class N>
+    __device__ static float slope(float y, const N&) {
+        return y < -125.9f ? 0.f : exp2_approx(-y);
     }
 };

@@ -17,7 +17,15 @@ struct Relu {
         return half + fabsf(half);
     }
     template <class N>
-    __device__ static float slope(float logit, const N&) {
-        return logit > 0.f ? 1.f : 0.f;
+    __device__ static float logit(float y, const N&) {
+        return y;
+    }
+    template <class N>
+    __device__ static float logit(float y, const N&, float reference) {
+        return y - reference;
+    }
+    template <class N>
+    __device__ static float slope(float y, const N&) {
+        return y > 0.f ? 1.f : 0.f;
     }
 };

@@ -1,5 +1,5 @@
-// Logits of another score, softly kept within a cap: cap tanh(logit / cap). The scale in the arguments is divided by the
-// cap already; n.cap is in base 2, n.per_cap 1 over that.
+// Logits of another score that are proportional to its scale, softly kept within a cap: cap tanh(logit / cap). The scale in the arguments is divided by the
+// cap already, and n.cap is in base 2.
 //
 // tanh is a quotient of two polynomials of its square, as near to it as float32 is wide, up to where tanh is 1 but for
 // rounding: one instruction of the special-function unit, which the exponentials keep busy, where the exponential form
@@ -33,21 +33,29 @@ struct Softcap {
         if constexpr (S::kLinear)
             return S::logit(dot, n);
         else
-            return S::finish(S::tame(S::prepare(dot, n)), n);
+            return S::logit(S::finish(S::tame(S::prepare(dot, n)), n), n);
     }
     __device__ static bool usual(float x) { return fabsf(x) <= kMost; }
     __device__ static float tame(float x) { return fminf(fmaxf(x, -kMost), kMost) + 0.f * x; }
     template <class N>
-    __device__ static float finish(float x, const N& n) {
-        return n.cap * tanh_of(x);
+    __device__ static float finish(float x, const N&) {
+        return tanh_of(x);
+    }
+    template <class N>
+    __device__ static float logit(float y, const N& n) {
+        return n.cap * y;
+    }
+    template <class N>
+    __device__ static float logit(float y, const N& n, float reference) {
+        return fmaf(n.cap, y, -reference);
     }
     // 1 - tanh^2, rounded once.
     template <class N>
-    __device__ static float slope(float logit, const N& n) {
-        const float t = logit * n.per_cap, slope = fmaxf(fmaf(-t, t, 1.f), 0.f);
+    __device__ static float slope(float y, const N& n) {
+        const float slope = fmaxf(fmaf(-y, y, 1.f), 0.f);
         if constexpr (S::kLinear)
             return slope;
         else
-            return slope * S::slope(logit, n);
+            return slope * S::slope(y, n);
     }
 };

@@ -27,38 +27,34 @@ struct LogitsThemselves {
     }
 };
 
-// Dots of a few accumulators become logits, in place, unless the score is linear: then they do where they are used, for
-// nothing. Few at a time, with a branch between them, because each takes registers while it is turned, and the compiler
-// would turn as many at once as there are.
-template <class S, class N>
-__device__ inline void turn_to_logits(float (&x)[4], const N& n) {
+// Columns of a lane's accumulators of which the function of a score is taken at once. Each takes registers meanwhile, and
+// the compiler would take as many at once as there are, if there were no branch between them; fewer leave it waiting.
+constexpr int kTurnedAtOnce = 2;
+
+// Takes the function of a score of dots, in place, when it comes to the first of so many columns; one that is linear has
+// none.
+template <class S, int TILES, class N>
+__device__ inline void turn(float (&x)[TILES][4], int column, const N& n) {
     if constexpr (!S::kLinear) {
+        if (column % kTurnedAtOnce > 0) return;
         bool usual = true;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            x[e] = S::prepare(x[e], n);
-            usual = usual && S::usual(x[e]);
+        for (int i = 0; i < 4 * kTurnedAtOnce; ++i) {
+            if (column + i / 4 >= TILES) continue;
+            float& y = x[column + i / 4][i % 4];
+            y = S::prepare(y, n);
+            usual = usual && S::usual(y);
         }
         if (__any_sync(~0u, !usual)) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[e] = S::tame(x[e]);
+            for (int i = 0; i < 4 * kTurnedAtOnce; ++i)
+                if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::tame(x[column + i / 4][i % 4]);
         }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = S::finish(x[e], n);
+        for (int i = 0; i < 4 * kTurnedAtOnce; ++i)
+            if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::finish(x[column + i / 4][i % 4], n);
     }
 }
-
-// What accumulators hold after that, as a score.
-template <class S, bool LINEAR = S::kLinear>
-struct TurnedScore {
-    using Type = S;
-};
-template <class S>
-struct TurnedScore<S, false> {
-    using Type = LogitsThemselves;
-};
-template <int SIDE>
-using Turned = typename TurnedScore<Score<SIDE>>::Type;
 
 // What a query row contributes to the gradients of its logits.
 struct RowStats {
@@ -68,11 +64,11 @@ struct RowStats {
 };
 
 // The derivative of a row's value by one dot product of a side, up to a constant and without the weight. Of accumulators
-// that have been turned to logits.
+// that have been turned.
 template <int SIDE>
 __device__ inline float dot_gradient(float t, float s, const RowStats& row, Numbers numbers) {
-    const float x = Turned<kTeacher>::logit(t, numbers.teacher, row.lse_t);
-    const float y = Turned<kStudent>::logit(s, numbers.student, row.lse_s);
+    const float x = Score<kTeacher>::logit(t, numbers.teacher, row.lse_t);
+    const float y = Score<kStudent>::logit(s, numbers.student, row.lse_s);
     const float gradient = LogitGradient<SIDE>::evaluate(x, y, row.value);
     if constexpr (Score<SIDE>::kLinear)
         return gradient;

@@ -51,11 +51,11 @@ __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t
     for (int m = 0; m < kWarpTiles; ++m)
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-            turn_to_logits<Score<kTeacher>>(t[m][n], numbers.teacher);
-            turn_to_logits<Score<kStudent>>(s[m][n], numbers.student);
+            turn<Score<kTeacher>>(t[m], n, numbers.teacher);
+            turn<Score<kStudent>>(s[m], n, numbers.student);
         }
     if (full) {
-        absorb_all<Turned<kTeacher>, Turned<kStudent>, TILES>(state, t, s, numbers.teacher, numbers.student);
+        absorb_all<Score<kTeacher>, Score<kStudent>, TILES>(state, t, s, numbers.teacher, numbers.student);
     } else {
         const int key = first_key + Accumulators::first_column(lane_id());
 #pragma unroll
@@ -66,8 +66,8 @@ __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t
                 for (int e = 0; e < 4; ++e) {
                     const bool visible = mask.visible(row + 16 * m + Accumulators::below(Accumulators::row(e)),
                                                       key + 8 * n + Accumulators::column(e));
-                    t[m][n][e] = visible ? Turned<kTeacher>::logit(t[m][n][e], numbers.teacher) : kMasked;
-                    s[m][n][e] = visible ? Turned<kStudent>::logit(s[m][n][e], numbers.student) : kMasked;
+                    t[m][n][e] = visible ? Score<kTeacher>::logit(t[m][n][e], numbers.teacher) : kMasked;
+                    s[m][n][e] = visible ? Score<kStudent>::logit(s[m][n][e], numbers.student) : kMasked;
                 }
         absorb_all<LogitsThemselves, LogitsThemselves, TILES>(state, t, s, numbers.teacher, numbers.student);
     }

@@ -1,4 +1,4 @@
-"""The logit is the logarithm of the scaled dot product: a row is what linear attention has of non-negative features,
+"""The logit is the logarithm of the dot product, and of the scale: a row is what linear attention has of non-negative features,
 each product over the sum of all.
 
 A product below the smallest normal float32 counts as that and moves nothing. So a pair whose product is 0 or negative
@@ -7,6 +7,8 @@ and more; and gradients are those of just this function.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -17,31 +19,30 @@ LEAST = 2.0**-126
 
 def tile_logits(dots: Array, scale: float, slopes: Array | None) -> Array:
     """In place."""
-    np.multiply(dots, scale, out=dots)
     if slopes is not None:
-        slopes[...] = pair_slopes(dots, 1.0)
+        slopes[...] = pair_slopes(dots, scale)
     np.maximum(dots, LEAST, out=dots)
-    return np.log2(dots, out=dots)
+    np.log2(dots, out=dots)
+    return np.add(dots, math.log2(scale), out=dots)
 
 
 def pair_logits(dots: Array, scale: float) -> Array:
     """Natural ones."""
-    return np.log(np.maximum(dots * scale, LEAST))
+    return np.asarray(np.log(np.maximum(dots, LEAST)) + math.log(scale))
 
 
 def pair_slopes(dots: Array, scale: float) -> Array:
-    """1 / scaled product; 0 where that counts for more than it is."""
-    x = dots * scale
-    return np.where(x > LEAST, 1 / np.maximum(x, LEAST), 0).astype(dots.dtype)
+    """1 / product; 0 where that counts for more than it is."""
+    return np.where(dots > LEAST, 1 / np.maximum(dots, LEAST), 0).astype(dots.dtype)
 
 
 SCORE = Score(
     name="log_dot",
     header="scores/log_dot.cuh",
     struct="LogDot",
-    formula="log(maximum(scale * dot, 2**-126))",
-    numbers=lambda scale: {"scale": scale},
-    factor=lambda scale: scale,
+    formula="log(scale * maximum(dot, 2**-126))",
+    numbers=lambda scale: {"offset": math.log2(scale)},
+    factor=lambda scale: 1.0,
     largest_slope=1 / LEAST,
     linear=False,
     tile_logits=tile_logits,

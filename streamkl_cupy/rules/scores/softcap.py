@@ -17,7 +17,7 @@ def capped(score: Score, cap: float) -> Score:
     """The score under a cap."""
 
     def numbers(scale: float) -> dict[str, float]:
-        return {**score.numbers(scale / cap * LN2), "cap": cap * LOG2E, "per_cap": LN2 / cap}
+        return {**score.numbers(scale / cap * LN2), "cap": cap * LOG2E}
 
     def tile_logits(dots: Array, scale: float, slopes: Array | None) -> Array:
         if slopes is not None:
