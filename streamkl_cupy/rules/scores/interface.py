@@ -33,8 +33,8 @@ class Score:
     """The natural logit in Python, of `dot` and the side's `scale`, with numpy's functions: for people, and for tests.
     """
     numbers: Callable[[float], dict[str, float]]
-    """What the device reads of a side, of its scale: in the template of arguments that is compiled, so their names are the
-    same for all scales."""
+    """What the device reads of a side, of its scale. Their names are part of what is compiled, so the same for all
+    scales."""
     factor: Callable[[float], float]
     """Of the side's scale."""
     largest_slope: float

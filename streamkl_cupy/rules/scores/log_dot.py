@@ -1,5 +1,5 @@
-"""The logit is the logarithm of the dot product, and of the scale: a row is what linear attention has of non-negative features,
-each product over the sum of all.
+"""The logit is the logarithm of the dot product, and of the scale: a row is what linear attention has of non-negative
+features, each product over the sum of all.
 
 A product below the smallest normal float32 counts as that and moves nothing. So a pair whose product is 0 or negative
 has next to no mass, 2^-126 over the sum; a KL whose other side has mass there stays a number, 87 nats times that mass
