@@ -118,7 +118,7 @@ void ask_of(float dot, const TeacherNumbers& n, float& logit, float& slope) {
         slope = 1.f;
     } else {
         const float x = S::prepare(dot, n);
-        const float y = S::finish(S::usual(x) ? x : S::tame(x), n);
+        const float y = S::finish(S::oddness(x) > S::kOdd ? S::tame(x) : x, n);
         logit = S::logit(y, n, 2.5f) + 2.5f;
         slope = S::slope(y, n);
     }

@@ -10,8 +10,8 @@
 //
 // Any other says it in steps. Those of the function, which tile/logits.cuh takes for several dots at a time, in place:
 //   prepare(dot, n)           the argument
-//   usual(x)                  whether `finish` knows it
-//   tame(x)                   one that it knows, of an unusual one; NaN for NaN, and for what no input has
+//   oddness(x), kOdd          `finish` knows it where the oddness is at most kOdd, and NaN
+//   tame(x)                   one that it knows, of any; NaN for NaN, and for what no input has
 //   finish(x, n)              the function of it
 // and of what it gives, y:
 //   logit(y, n)               the logit in base 2

@@ -13,7 +13,8 @@ struct LogDot {
     __device__ static float prepare(float dot, const N&) {
         return dot;
     }
-    __device__ static bool usual(float x) { return x >= kLeast; }
+    static constexpr float kOdd = -kLeast;
+    __device__ static float oddness(float x) { return -x; }
     __device__ static float tame(float x) { return x < kLeast ? kLeast : x; }
     template <class N>
     __device__ static float finish(float x, const N&) {

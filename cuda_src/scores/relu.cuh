@@ -9,7 +9,8 @@ struct Relu {
     __device__ static float prepare(float dot, const N& n) {
         return dot * (.5f * n.scale);
     }
-    __device__ static bool usual(float) { return true; }
+    static constexpr float kOdd = 0.f;
+    __device__ static float oddness(float) { return 0.f; }
     __device__ static float tame(float half) { return half; }
     // 2 max(0, half), exactly, and a NaN for a NaN or -Inf.
     template <class N>

@@ -26,7 +26,7 @@ __device__ inline float tanh_of(float x) {
 template <class S>
 struct Softcap {
     static constexpr bool kLinear = false;
-    static constexpr float kMost = 8.f;
+    static constexpr float kOdd = 8.f;
     __device__ static float factor(float scale) { return S::factor(scale); }
     template <class N>
     __device__ static float prepare(float dot, const N& n) {
@@ -35,8 +35,8 @@ struct Softcap {
         else
             return S::logit(S::finish(S::tame(S::prepare(dot, n)), n), n);
     }
-    __device__ static bool usual(float x) { return fabsf(x) <= kMost; }
-    __device__ static float tame(float x) { return fminf(fmaxf(x, -kMost), kMost) + 0.f * x; }
+    __device__ static float oddness(float x) { return fabsf(x); }
+    __device__ static float tame(float x) { return fminf(fmaxf(x, -kOdd), kOdd) + 0.f * x; }
     template <class N>
     __device__ static float finish(float x, const N&) {
         return tanh_of(x);

@@ -37,15 +37,20 @@ template <class S, int TILES, class N>
 __device__ inline void turn(float (&x)[TILES][4], int column, const N& n) {
     if constexpr (!S::kLinear) {
         if (column % kTurnedAtOnce > 0) return;
-        bool usual = true;
+        float oddness[4 * kTurnedAtOnce];
 #pragma unroll
         for (int i = 0; i < 4 * kTurnedAtOnce; ++i) {
+            oddness[i] = S::kOdd;
             if (column + i / 4 >= TILES) continue;
             float& y = x[column + i / 4][i % 4];
             y = S::prepare(y, n);
-            usual = usual && S::usual(y);
+            oddness[i] = S::oddness(y);
         }
-        if (__any_sync(~0u, !usual)) {
+#pragma unroll
+        for (int step = 1; step < 4 * kTurnedAtOnce; step *= 2)
+#pragma unroll
+            for (int i = 0; i < 4 * kTurnedAtOnce; i += 2 * step) oddness[i] = fmaxf(oddness[i], oddness[i + step]);
+        if (__any_sync(~0u, oddness[0] > S::kOdd)) {
 #pragma unroll
             for (int i = 0; i < 4 * kTurnedAtOnce; ++i)
                 if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::tame(x[column + i / 4][i % 4]);
