@@ -8,7 +8,7 @@
 //   logit(dot, n)             the logit in base 2
 //   logit(dot, n, reference)  the same less a reference, rounded once
 //
-// Any other says it in steps. Those of the function, which tile/logits.cuh takes for several dots at a time, in place:
+// Any other says it in steps. Those of the function, which tile/turn.cuh takes for several dots at a time, in place:
 //   prepare(dot, n)           the argument
 //   oddness(x), kOdd          `finish` knows it where the oddness is at most kOdd, and NaN
 //   tame(x)                   one that it knows, of any; NaN for NaN, and for what no input has

@@ -3,6 +3,7 @@
 #pragma once
 #include "common/math.cuh"
 #include "tile/fragment.cuh"
+#include "tile/turn.cuh"
 
 // The logits of one row that a lane holds, as a divergence asks for them: each, and each less a reference. S is the
 // score whose dots the accumulators hold, N its numbers.
@@ -26,40 +27,6 @@ struct LogitsThemselves {
         return x - reference;
     }
 };
-
-// Columns of a lane's accumulators of which the function of a score is taken at once. Each takes registers meanwhile, and
-// the compiler would take as many at once as there are, if there were no branch between them; fewer leave it waiting.
-constexpr int kTurnedAtOnce = 2;
-
-// Takes the function of a score of dots, in place, when it comes to the first of so many columns; one that is linear has
-// none.
-template <class S, int TILES, class N>
-__device__ inline void turn(float (&x)[TILES][4], int column, const N& n) {
-    if constexpr (!S::kLinear) {
-        if (column % kTurnedAtOnce > 0) return;
-        float oddness[4 * kTurnedAtOnce];
-#pragma unroll
-        for (int i = 0; i < 4 * kTurnedAtOnce; ++i) {
-            oddness[i] = S::kOdd;
-            if (column + i / 4 >= TILES) continue;
-            float& y = x[column + i / 4][i % 4];
-            y = S::prepare(y, n);
-            oddness[i] = S::oddness(y);
-        }
-#pragma unroll
-        for (int step = 1; step < 4 * kTurnedAtOnce; step *= 2)
-#pragma unroll
-            for (int i = 0; i < 4 * kTurnedAtOnce; i += 2 * step) oddness[i] = fmaxf(oddness[i], oddness[i + step]);
-        if (__any_sync(~0u, oddness[0] > S::kOdd)) {
-#pragma unroll
-            for (int i = 0; i < 4 * kTurnedAtOnce; ++i)
-                if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::tame(x[column + i / 4][i % 4]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4 * kTurnedAtOnce; ++i)
-            if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::finish(x[column + i / 4][i % 4], n);
-    }
-}
 
 // What a query row contributes to the gradients of its logits.
 struct RowStats {
