@@ -15,7 +15,7 @@ struct LogDot {
     }
     static constexpr float kOdd = -kLeast;
     __device__ static float oddness(float x) { return -x; }
-    __device__ static float tame(float x) { return x < kLeast ? kLeast : x; }
+    __device__ static float tame(float x) { return fmaxf(x, kLeast) + 0.f * x; }  // a NaN for -Inf
     template <class N>
     __device__ static float finish(float x, const N&) {
         return log2_approx(x);

@@ -89,7 +89,7 @@ _TABLE = (
         early=True,
         max_mask=1,
     ),
-    _Row(8, 2, COLUMNS, 5, 1, 64, "the same, and a mask's registers", max_out=64, score_stages=5),
+    _Row(8, 2, COLUMNS, 5, 1, 64, "the same, and a mask's registers", max_out=64, score_stages=5, max_turned=-1),
     _Row(
         8,
         1,
@@ -105,7 +105,7 @@ _TABLE = (
         max_mask=1,
     ),
     _Row(8, 1, COLUMNS, 6, 1, 64, "the same, and a mask's registers", max_out=64, score_stages=4, stagings=2),
-    _Row(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=128, score_stages=4, stagings=2),
+    _Row(8, 1, COLUMNS, 4, 1, 128, "one side at most 64", max_out=128, score_stages=4, stagings=2, max_turned=-1),
     _Row(
         8,
         1,

@@ -21,6 +21,7 @@ def tile_logits(dots: Array, scale: float, slopes: Array | None) -> Array:
     """In place."""
     if slopes is not None:
         slopes[...] = pair_slopes(dots, scale)
+    np.copyto(dots, np.nan, where=np.isneginf(dots))
     np.maximum(dots, LEAST, out=dots)
     np.log2(dots, out=dots)
     return np.add(dots, math.log2(scale), out=dots)
@@ -28,7 +29,8 @@ def tile_logits(dots: Array, scale: float, slopes: Array | None) -> Array:
 
 def pair_logits(dots: Array, scale: float) -> Array:
     """Natural ones."""
-    return np.asarray(np.log(np.maximum(dots, LEAST)) + math.log(scale))
+    x = np.where(np.isneginf(dots), np.nan, np.maximum(dots, LEAST)).astype(dots.dtype)  # no number is -Inf
+    return np.asarray(np.log(x) + math.log(scale))
 
 
 def pair_slopes(dots: Array, scale: float) -> Array:
