@@ -230,7 +230,10 @@ def entries(
                 # Whether keys are split hangs on the numbers of a call.
                 joined = plan.combine or combine.plan(Work(plan.problem, plan.forward.task), plan.forward, facts)
                 passes = [*(fused.main for fused in plan.fused), *(packed.kernel for packed in plan.mask_bits)]
-                for kernel in (plan.forward, joined, *(gradient for _, gradient in plan.gradients), *passes):
+                passes += [kernel for _, kernel in plan.saved_rows]
+                # Of every pass that the divergence needs.
+                forwards = [kernel for both in replace(plan, combine=joined).passes for kernel in both if kernel]
+                for kernel in (*forwards, *(gradient for _, gradient in plan.gradients), *passes):
                     # The launch is no part of the compiled text.
                     compiled = replace(kernel, blocks=0, schedule=Schedule())
                     found.setdefault(compiled, Entry(f"{kernel.name} {label}", kernel))
@@ -258,6 +261,7 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
             constants.get("SKL_T_SCORE"),
             constants.get("SKL_S_SCORE"),
             constants.get("SKL_PACKED_ROWS"),
+            constants.get("SKL_PASS"),
         )
         if group not in groups or _weight(entry) >= _weight(groups[group]):
             groups[group] = entry

@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
     kind: str
     """As `KERNELS` lists them: "forward"; "gradient" of one input; "fused", both gradients of a side. Or a kernel that
-    goes with these: "combine", "mask_bits"."""
+    goes with these: "combine", "mask_bits", "saved_rows"."""
     side: str = ""
     """The side that is differentiated."""
     stationary: str = "q"
