@@ -341,6 +341,8 @@ def _holds(parts: tuple[Part, ...], spare: bool) -> bool:
 
 
 def _registers(work: Work, tile: _Row) -> tuple[int, int, int]:
+    if work.turned and tile.registers == _Row.registers and not tile.pieces:
+        return 200, 72, 40  # dots are turned by the consumers
     holes = work.level > 1 and work.row_vectors > 3 and tile.warp_tiles == 1
     # A narrow type hands its gradients over as they are made; the other keeps them, beside four row vectors and a mask.
     return (208, 64, 32) if holes and work.out_dim <= 96 and work.side.dtype == "bfloat16" else tile.registers
