@@ -732,11 +732,12 @@ def test_bad_values_leave_outputs_alone() -> None:
     outputs = RowStats(
         *frameworks.empty_rows(inputs.student_q, ATTENTION_KL.rows, ready.checked.row_shape, ready.checked.stat_dtype)
     )
-    for view in outputs:
+    written = [view for view in outputs if view is not None]
+    for view in written:
         view.array[...] = 7
     with pytest.raises(ValueError, match="key_lengths"):
         ready.checked.runner.forward(inputs, outputs, 0, 0, ready.masks)
-    assert all((view.array == 7).all() for view in outputs)
+    assert all((view.array == 7).all() for view in written)
 
 
 @pytest.mark.gpu

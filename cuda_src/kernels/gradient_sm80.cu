@@ -207,8 +207,10 @@ __device__ inline void write(const GradientArgs& args, const Block& block, int f
         for (int half = 0; half < Accumulators::kRows; ++half) {
             const int r = row + 16 * m + Accumulators::below(half);
             float factor = gradient_factor<kSide>(args.out_scale);
+            bool kept = true;
             if constexpr (kRowsAreQueries) {
                 const RowStats x = read_row_stats(args, mask, block.batch, block.head, r);
+                if constexpr (Mask::kPicksQueries) kept = !mask.keys_of(r, r + 1).empty();
                 factor *= x.weight;
                 if constexpr (OutElement::kNarrowExponent)
                     factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
@@ -216,7 +218,6 @@ __device__ inline void write(const GradientArgs& args, const Block& block, int f
                 factor *= power_of_two(exponent - kTopExponent);
             }
             if (r >= (kRowsAreQueries ? here.queries : here.keys)) continue;
-            const bool kept = !Mask::kPicksQueries || !kRowsAreQueries || mask.there(r);
 #pragma unroll
             for (int d = 0; d < kOutTiles; ++d) {
                 const int column = 8 * d + Accumulators::first_column(lane);

@@ -414,14 +414,16 @@ struct Consumer {
         for (int half = 0; half < Accumulators::kRows; ++half) {
             const int r = row + Accumulators::below(half);
             float factor = gradient_factor<kSide>(args.out_scale);
+            bool kept = true;
             if constexpr (kRowsAreQueries) {
-                const RowStats x = read_row_stats(args, first_mask(), block.batch, block.head, r);
+                const Mask mask = first_mask();
+                const RowStats x = read_row_stats(args, mask, block.batch, block.head, r);
+                if constexpr (Mask::kPicksQueries) kept = !mask.keys_of(r, r + 1).empty();
                 factor *= x.weight;
                 if constexpr (kNarrow) factor *= power_of_two(exponent_of(Logit::bound(x.value)) + 1 - kTopExponent);
             } else if constexpr (kNarrow) {
                 factor *= power_of_two(exponent - kTopExponent);
             }
-            const bool kept = !Mask::kPicksQueries || !kRowsAreQueries || first_mask().there(r);
 #pragma unroll
             for (int d = 0; d < kOutTiles; ++d) {
                 float &x = out[d][Accumulators::element(half, 0)], &y = out[d][Accumulators::element(half, 1)];

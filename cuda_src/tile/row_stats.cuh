@@ -24,8 +24,7 @@ constexpr int kTopExponent = 14;  // they stay below 2^15, half of the type's la
 constexpr int kLowestExponent = kTopExponent - 126;
 
 // One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything, but
-// where its log-sum-exp will be asked whether it is there.
-// Where intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so
+// for a log-sum-exp that will be asked whether the row is there. Where intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so
 // that the reads of several rows are under way together: such a row reads that of the head's first one, which is there
 // even where a sequence without rows ends the array.
 __device__ inline RowStats read_row_stats(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
