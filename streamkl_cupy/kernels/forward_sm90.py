@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..rules.masks import parts_of
 from .base import TileRow, Work
 from .combine import splits_of_last_rows
 from .gpus import DeviceFacts
@@ -25,6 +26,8 @@ class _Row(TileRow):
     """Steps of 16 columns of the teacher's queries that are kept in registers."""
     piece_chunks: int = 1
     """Chunks of 64 columns that are copied at a time."""
+    two_holes: bool = True
+    """Whether there are registers for a mask with holes of keys and of rows."""
 
 
 # 8 heads x 8192, TFLOP/s on an H100 with 0, 2, 3, 4 steps held: D = 64 333, 351, 352, 349; D = 128 573, 579, 588, 576.
@@ -61,6 +64,7 @@ _TABLE = (
         64,
         "few rows to a head: two blocks per multiprocessor hide each other's start",
         max_turned=1,
+        two_holes=False,
     ),
     _Row(8, 1, COLUMNS, 12, 1, 128, "few rows in all: twice the blocks"),
     _Row(4, 1, COLUMNS, 9, 2, 128, "few queries: two blocks per multiprocessor read while others compute"),
@@ -86,6 +90,16 @@ _REGISTERS = {
 LONG_STATE = 7
 
 
+# A producer that looks for holes of keys and of rows needs more; beside lists the consumers do.
+_TWO_HOLES_REGISTERS = _REGISTERS | {(4, 1): (104, 56)}
+
+
+def _two_holes(work: Work) -> bool:
+    """Whether a mask has holes of keys and of rows, and no list."""
+    parts = parts_of(work.problem.mask)
+    return sum(part.sparse for part in parts) > 1 and not any(part.listed for part in parts)
+
+
 class _Forward(Hopper[_Row]):
     kind = "forward"
     args = "hopper_forward"
@@ -98,7 +112,8 @@ class _Forward(Hopper[_Row]):
         return ALIGNMENT + tile.rows * row_bytes(work) + pieces + 8 * (2 * tile.stages + 1)
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
-        consumer, producer = _REGISTERS[tile.warps // 4, tile.min_blocks]
+        registers = _TWO_HOLES_REGISTERS if _two_holes(work) else _REGISTERS
+        consumer, producer = registers[tile.warps // 4, tile.min_blocks]
         return {
             **super().constants(work, tile),
             "SKL_PACKED_ROWS": work.packed_rows,
@@ -114,7 +129,7 @@ class _Forward(Hopper[_Row]):
 
     def fitting(self, work: Work, facts: DeviceFacts) -> tuple[_Row, ...]:
         # Where registers are few, a long state leaves none to a mask, and the longest none to anything.
-        rows = super().fitting(work, facts)
+        rows = tuple(row for row in super().fitting(work, facts) if row.two_holes or not _two_holes(work))
         if work.state_floats > LONG_STATE:
             return tuple(row for row in rows if row.warps < 16 and row.min_blocks == 1)
         return tuple(row for row in rows if row.warps < 16 or work.mask_level < 3 or not work.long_state)

@@ -69,7 +69,7 @@ _WIDE = (
 _QUERY_REGISTERS = {2: (240, 24), 1: (240, 40)}
 # A producer that asks every part of a long mask needs more, and more still one that fetches row vectors; but where
 # queries are streamed, consumers ask more than it does.
-_LONG_MASK_REGISTERS = {2: (232, 40), 1: (240, 88)}
+_LONG_MASK_REGISTERS = {2: (232, 40), 1: (240, 40)}
 _KEY_REGISTERS = {2: (224, 56), 1: (240, 88)}
 _LONG_MASK_KEY_REGISTERS = {2: (232, 40), 1: (240, 88)}
 _AHEAD_REGISTERS = {2: (232, 40)}
