@@ -14,7 +14,7 @@ from conftest import check_looked_up
 
 import streamkl_cupy
 from streamkl_cupy import call, frameworks, patterns
-from streamkl_cupy.options import Options
+from streamkl_cupy.options import NO_MASKS, Options
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
 
@@ -23,7 +23,7 @@ front = importlib.import_module("streamkl_cupy.torch")
 attention_kl = front.attention_kl
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-NO_MASK = (None, None, None, None)
+NO_MASK = NO_MASKS
 DEFAULTS = tuple(Options())
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
