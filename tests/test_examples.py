@@ -150,7 +150,7 @@ def test_masks_benchmark(tmp_path: Path) -> None:
     assert {row["group"] for row in rows} == {"window", "packed", "sharded"}
     assert {row["pass"] for row in ours} == {"forward", "backward", "deterministic"}
     masked = [row for row in ours if row["case"] != row["base"]]
-    assert len(masked) == 9 * 3
+    assert len(masked) == 10 * 3
     for row in masked:
         assert 0 < float(row["pairs"]) <= float(row["tiles"]) < 1
         assert float(row["time_over_tiles"]) == pytest.approx(float(row["of_dense"]) / float(row["tiles"]), rel=1e-3)

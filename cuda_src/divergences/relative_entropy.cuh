@@ -19,7 +19,8 @@ struct StudentRelative {
 // C = sum 2^u v.
 struct TeacherCross {
     __device__ static constexpr float largest() { return largest_sum(); }
-    // 0 times u is for an infinite one, whose weight may be 0: it must not be silent. The entropy's term has it anyway.
+    // 0 times u is for an infinite one, whose weight may be 0: it must not be silent. Where there is one,
+    // the entropy's term tells.
     __device__ static float add(float p, float, float u, float v, float sum) {
         return fmaf(p, kEntropy ? v : fmaf(u, 0.f, v), sum);
     }
