@@ -282,8 +282,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         const auto fetch = [&args, &block, &segment, &rows, &columns, &ahead, &keys_t, &keys_s, &queries_t, &queries_s,
                             stage, head](int i) {
             const int first = ahead.row();
-            constexpr int at_once =
-                Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1 : 16;  // asking takes registers
+            // Asking takes registers.
+            constexpr int at_once = Mask::kSparse && (kRowsAreQueries || OutElement::kPlanes > 1) ? 1
+                                    : Mask::kPicksQueries                                         ? 4
+                                                                                                  : 16;
             const bool full = ahead.full(rows.begin, rows.end);
             const auto met = [&ahead, &rows, full](int column) {
                 return full || ahead.streamed_seen(rows.begin, rows.end, column);

@@ -131,7 +131,9 @@ def registers(parts: tuple[Part, ...], rows_are_keys: bool) -> int:
     taking = [part for part in parts if not part.shortens and (rows_are_keys or not part.picks_queries)]
     if len(taking) > 2 or sum(part.sparse for part in taking) > 1:
         return 3
-    return max([len(taking) - 1, 0, *(part.registers for part in taking)])
+    # What shortens the stationary side has bounds of its own there.
+    ending = [part for part in parts if part.shortens and not rows_are_keys]
+    return max([len(taking) - 1, 0, *(part.registers for part in (*taking, *ending))])
 
 
 def together() -> tuple[str, ...]:

@@ -35,7 +35,7 @@ PART = Part(
     visible=_visible,
     key_range=_key_range,
     full=lambda scene, q0, q1, k0, k1: bool(q1 <= scene.arrays["query_lengths"].min(initial=q1)),
-    registers=0,
+    registers=2,
     shortens=True,
     tallest=lambda mask, rows: LEAST_ROWS,
     beside=("causal", "lengths"),
