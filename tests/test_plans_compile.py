@@ -25,6 +25,8 @@ RULES = [
     *((name, catalogue.USUAL_SCORES) for name in DIVERGENCES if name != Problem.divergence),
     (Problem.divergence, ("dot+softcap", "log_dot")),
 ]
+COMMON_DIMS = ((64, 64), (128, 128))
+HALF = [types for types in catalogue.ELEMENT_TYPES if types[:2] == ("float16", "float16")]
 FEW_DIMS = [(128, 128), (256, 256), (576, 128)]
 of_all_rules = pytest.mark.parametrize("divergence, scores", RULES)
 of_divergences = pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -53,16 +55,15 @@ def test_the_hardest_of_each_kind(arch: str, divergence: str, rng: np.random.Gen
         listed, _ = catalogue.entries(arch, masks=catalogue.MASK_CASES)
         check(catalogue.hardest([listed[i] for i in rng.permutation(len(listed))]))
         return
-    narrow = [types for types in catalogue.ELEMENT_TYPES if types[:2] == ("float16", "float16")]
-    listed, _ = catalogue.entries(arch, FEW_DIMS, narrow, masks=("none", "everything"), divergences=(divergence,))
+    listed, _ = catalogue.entries(arch, FEW_DIMS, HALF, masks=("none", "everything"), divergences=(divergence,))
     hard = catalogue.hardest(listed)
     check([hard[i] for i in rng.choice(len(hard), 6, replace=False)])
 
 
 @pytest.mark.parametrize("score", sorted({*catalogue.SCORE_CASES} - {Side.score}))
 def test_some_of_the_hardest_of_each_score(score: str, rng: np.random.Generator) -> None:
-    arch, mask = rng.choice(catalogue.ARCHS), rng.choice([*catalogue.MASK_CASES])
-    listed, _ = catalogue.entries(arch, masks=(mask,), scores=((score, rng.choice([*catalogue.SCORE_CASES])),))
+    """Of what most calls have; all masks and head dims are a matter of --slow."""
+    listed, _ = catalogue.entries(rng.choice(catalogue.ARCHS), COMMON_DIMS, HALF, scores=((score, score),))
     hard = catalogue.hardest(listed)
     check([hard[i] for i in rng.choice(len(hard), 2, replace=False)])
 
