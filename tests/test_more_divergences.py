@@ -111,11 +111,8 @@ def test_numbers_of_jsd_on_hard_problems(core: Any, rng: Any, name: str) -> None
 # Doors
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler's own making
-@pytest.mark.parametrize("kind", [Torch, pytest.param(TorchCuda, marks=pytest.mark.gpu)])
-def test_torch(kind: Any, rng: Any) -> None:
-    backend = kind()
-    torch = backend.xp
+def asked(rng: Any) -> tuple[Any, Any, Any, Any, Any]:
+    """A case with everything that a door passes on: it, its rows and gradients, the loss, and this summed."""
     options = {"divergence": "jsd", "jsd_beta": 0.3, "smoothing": 0.01}
     case = make(B=3, H=2, M=20, N=30, D_t=16, seed=int(rng.integers(2**31)), **options)
     exact = reference.forward(*case.arrays, **case.options)
@@ -126,6 +123,15 @@ def test_torch(kind: Any, rng: Any) -> None:
         found = loss(*x)
         return found.kl.sum(), found.teacher_entropy
 
+    return case, exact, wanted, loss, summed
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own making
+@pytest.mark.parametrize("kind", [Torch, pytest.param(TorchCuda, marks=pytest.mark.gpu)])
+def test_torch(kind: Any, rng: Any) -> None:
+    backend = kind()
+    torch = backend.xp
+    case, exact, wanted, loss, summed = asked(rng)
     torch.compiler.reset()
     mapped = torch.vmap(summed)
     for call in (summed, torch.compile(summed, fullgraph=True, backend="aot_eager"), mapped):
@@ -149,16 +155,7 @@ def test_torch(kind: Any, rng: Any) -> None:
 def test_jax(kind: Any, rng: Any) -> None:
     backend = kind()
     jax = backend.xp
-    options = {"divergence": "jsd", "jsd_beta": 0.3, "smoothing": 0.01}
-    case = make(B=3, H=2, M=20, N=30, D_t=16, seed=int(rng.integers(2**31)), **options)
-    exact = reference.forward(*case.arrays, **case.options)
-    wanted = reference.backward(np.ones(rows_of(case)), *case.arrays, **case.options).value
-    loss = functools.partial(streamkl_cupy.attention_kl, return_entropy=True, **case.options)
-
-    def summed(*x: Any) -> Any:
-        found = loss(*x)
-        return found.kl.sum(), found.teacher_entropy
-
+    case, exact, wanted, _, summed = asked(rng)
     x = backend.arrays(case)
     function = jax.value_and_grad(summed, argnums=range(4), has_aux=True)
     for call in (function, jax.jit(function), jax.vmap(function)):
@@ -167,7 +164,7 @@ def test_jax(kind: Any, rng: Any) -> None:
         np.testing.assert_allclose(backend.numpy(entropy), exact.entropy, rtol=1e-5, atol=1e-5)
         for name, g, e in zip(INPUT_NAMES, grads, wanted, strict=True):
             np.testing.assert_allclose(backend.numpy(g), e, rtol=1e-4, atol=1e-5, err_msg=name)
-    value, explicit = streamkl_cupy.attention_kl_value_and_grad(*x, reduction="sum", **options)
+    value, explicit = streamkl_cupy.attention_kl_value_and_grad(*x, reduction="sum", **case.options)
     np.testing.assert_allclose(backend.numpy(explicit.student_q), wanted[2], rtol=1e-4, atol=1e-5)
 
 

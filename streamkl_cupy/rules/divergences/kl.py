@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from .interface import Array, Divergence, Scratch, Terms
-from .sums import LN2, Sums, Term
+from .sums import LN2, Sums, Term, relative_gradients
 
 
 class Rows(Sums):
@@ -30,19 +30,12 @@ def tile_gradients(
     x: Array, y: Array, value: Array | float, wanted: tuple[bool, bool], visible: Array | None, scratch: Scratch
 ) -> tuple[Array | None, Array | None]:
     """From log2 P, log2 Q and the row's value: P (x - y - value) and Q - P, of the wanted ones."""
-    d_p = d_q = None
-    if wanted[0]:
-        d_p = np.subtract(x, y, out=scratch("term0", x.shape))
-        d_p -= value
-        if visible is not None:
-            np.copyto(d_p, 0, where=~visible)
-    np.exp2(x, out=x)
-    if d_p is not None:
-        d_p *= x
-    if wanted[1]:
-        d_q = np.exp2(y, out=y)
-        d_q -= x
-    return d_p, d_q
+
+    def by_p(out: Array) -> None:
+        np.subtract(x, y, out=out)
+        out -= value
+
+    return relative_gradients(by_p, x, y, wanted, visible, scratch)
 
 
 def row_values(rows: Terms) -> Array:

@@ -125,3 +125,27 @@ class Sums(ABC):
         if self.entropy:
             entropy = settled(LN2 * (np.log2(self.l_t) - self.terms[-1] / self.l_t), 0.0)
         return RowResults(settled(value, 0.0), settled(lse_t, -np.inf), settled(lse_s, -np.inf), entropy)
+
+
+def relative_gradients(
+    by_p: Callable[[Array], None],
+    x: Array,
+    y: Array,
+    wanted: tuple[bool, bool],
+    visible: Array | None,
+    scratch: Scratch,
+) -> tuple[Array | None, Array | None]:
+    """From log2 P and log2 Q: P times what `by_p` writes, before either is raised, and Q - P, of the wanted ones."""
+    d_p = d_q = None
+    if wanted[0]:
+        d_p = scratch("term0", x.shape)
+        by_p(d_p)
+        if visible is not None:
+            np.copyto(d_p, 0, where=~visible)
+    np.exp2(x, out=x)
+    if d_p is not None:
+        d_p *= x
+    if wanted[1]:
+        d_q = np.exp2(y, out=y)
+        d_q -= x
+    return d_p, d_q
