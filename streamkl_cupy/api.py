@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 from . import arrays, frameworks, planning, validate
 from .advice.signatures import public
 from .arguments import choice
-from .arrays import ArrayView, RowStats, Saved
+from .arrays import ArrayView, Results
 from .call import Call, Ready, SavedArrays, runner_for
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS
@@ -212,7 +212,7 @@ def _backward(
     teacher_lse, student_lse, kl, moments = validate.saved_rows(saved, teacher_lse, student_lse, kl, moments)
     wrt = validate.wanted(call.op, wrt)
     moments = validate.rows_given(call.op, kl, moments, call.options.divergence, wrt)
-    ready = call.ready(SavedArrays(grad, teacher_lse, student_lse, kl, moments))
+    ready = call.ready(SavedArrays((grad, teacher_lse, student_lse, kl, moments)))
     like = ready.inputs[call.op.at]
     ready.checked.backward_bytes(wrt)
     if (door := frameworks.door(like.framework)) is not None:
@@ -246,7 +246,7 @@ def _value_and_grad(
         lse = None if ready.checked.every_row_sees else stats.teacher_lse.array
         value, share = reductions.value_and_gradient(xp, stats.kl.array, lse, row_weight, reduction)
         grad = reductions.spread(xp, value, share, ready.checked.row_shape)
-    saved = Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl, stats.moments)
+    saved = call.op.Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl, stats.moments)
     grads = KLGradients(*ready._replace(saved=saved).backward(wrt))
     give = functools.partial(frameworks.given_back, like, operands[call.op.at])
     return give(value), give(grads)
@@ -287,7 +287,7 @@ def _dense_rows(dense: Any, ready: Ready) -> ArrayView | None:
     return view._replace(array=FRAMEWORKS[view.framework].detached(view.array))
 
 
-def _row_results(like: ArrayView, kl: Any, stats: RowStats, dense: ArrayView | None) -> Any:
+def _row_results(like: ArrayView, kl: Any, stats: Results, dense: ArrayView | None) -> Any:
     """What a forward gave, with `kl` as it is asked for, and the teacher's mass where its dense log-sum-exps came."""
     _, teacher_lse, student_lse, *others = (None if view is None else view.array for view in stats)
     mass = None

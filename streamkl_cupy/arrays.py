@@ -39,47 +39,18 @@ view_of: Callable[[tuple[Any, ...]], ArrayView] = partial(tuple.__new__, ArrayVi
 """A view of its fields in their order, in a third of the time: what calls make several of."""
 
 
-class Inputs(NamedTuple):
-    """The four operands of every call."""
-
-    teacher_q: ArrayView
-    teacher_k: ArrayView
-    student_q: ArrayView
-    student_k: ArrayView
-
-
 MaskArrays: TypeAlias = dict[str, ArrayView]
 """What masks read from memory, by name in the order of `MASK_ARRAYS`; what a call does not have is not in it."""
 
-
-class RowStats(NamedTuple):
-    """What the forward writes: one value per query row each, and what else the call has of its rows."""
-
-    kl: ArrayView
-    teacher_lse: ArrayView
-    student_lse: ArrayView
-    teacher_entropy: ArrayView | None = None
-    moments: ArrayView | None = None
-    """(..., k): what the divergence's gradients read besides."""
-
-
-class Saved(NamedTuple):
-    """What the backward reads besides the operands; `kl` and `moments` only where a gradient reads them."""
-
-    grad: ArrayView
-    teacher_lse: ArrayView
-    student_lse: ArrayView
-    kl: ArrayView | None
-    moments: ArrayView | None = None
-
-
-class Gradients(NamedTuple):
-    """What the backward writes; None for what was not asked."""
-
-    teacher_q: ArrayView | None
-    teacher_k: ArrayView | None
-    student_q: ArrayView | None
-    student_k: ArrayView | None
+# Tuples of views with the names that the record of an operation gives them (`Op.Inputs` and so on).
+Inputs: TypeAlias = Any
+"""The operands of a call."""
+Results: TypeAlias = Any
+"""What a forward writes; None for what the call does not have."""
+Saved: TypeAlias = Any
+"""What a backward reads besides the operands; None for what its gradients do not read."""
+Gradients: TypeAlias = Any
+"""What a backward writes; None for what was not asked."""
 
 
 @lru_cache(maxsize=16)

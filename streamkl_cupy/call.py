@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from operator import is_
+from functools import partial, reduce
+from operator import is_, or_
 from typing import Any, NamedTuple
 
 from . import arrays, frameworks, numpy_backend, validate
 from .advice import hints
-from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved
+from .arrays import ArrayView, Inputs, MaskArrays, Results, Saved
 from .concurrency.locks import ForkLock, generation
 from .errors import DriverError
 from .frameworks import describe
@@ -35,7 +35,7 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, op: Op, operands: tuple[Any, ...], given: Mapping[str, Any], symbols: bool = False) -> Call:
         """The call with options that were given by name; see `options.parse`."""
-        return cls(op, operands, *parse(given, symbols))
+        return cls(op, operands, *parse(op, given, symbols))
 
     def ready(self, rows: SavedArrays | None = None) -> Ready:
         """Read the arrays, and the rows that a backward reads, and find what runs them, or raise what is wrong."""
@@ -46,20 +46,20 @@ class Call(NamedTuple):
 
     def _read(self, rows: SavedArrays | None) -> Ready:
         op, operands, options, given = self
-        saved = None if rows is None else rows.views()
-        inputs = Inputs(*map(describe, op.names, operands))
+        views = None if rows is None else rows.views(op)
+        inputs = op.Inputs(*map(describe, op.names, operands))
         like = inputs[op.at]
         masks = view_masks(given, like.framework)
-        checked = prepare(inputs, options, masks)
-        if rows is not None and saved is not None:
-            if rows.alike and not saved.grad.shape:
-                whole = checked.row_shape
-                saved = saved._replace(grad=saved.grad._replace(shape=whole, strides=(0,) * len(whole)))
-            for view in saved:
-                if view is not None:
-                    shape = checked.extra_rows.get(view.name, checked.row_shape)
-                    validate.row_array(view, shape, checked.stat_dtype, like)
-        return Ready(inputs, masks, checked, saved)
+        checked = prepare(op, inputs, options, masks)
+        if rows is None or views is None:
+            return Ready(inputs, masks, checked)
+        if rows.alike and not views[0].shape:
+            whole = checked.row_shape
+            views[0] = views[0]._replace(shape=whole, strides=(0,) * len(whole))
+        for spec, view in zip(op.saved, views):
+            if view is not None:
+                validate.saved_array(view, spec.like, *checked.results[spec.like], like)
+        return Ready(inputs, masks, checked, op.Saved(*views))
 
     def problem(self, device: Device | None = None) -> Problem:
         """The problem of arrays or stand-ins, as a call with them would have it, or would on `device`."""
@@ -68,23 +68,20 @@ class Call(NamedTuple):
         options = self.options
         if options.deterministic is None:
             options = options._replace(deterministic=as_framework_says(like))
-        return validate.to_problem(inputs, options, outline_masks(self.masks, like, device))
+        return validate.to_problem(self.op, inputs, options, outline_masks(self.masks, like, device))
 
 
 class SavedArrays(NamedTuple):
-    """What a backward reads besides the operands, as it came; `kl` only where a gradient reads it."""
+    """What a backward reads besides the operands, as it came."""
 
-    grad: Any
-    teacher_lse: Any
-    student_lse: Any
-    kl: Any = None
-    moments: Any = None
+    arrays: tuple[Any, ...]
+    """In the order of the operation's record, None for what its gradients do not read."""
     alike: bool = False
-    """Whether a `grad` without axes is that of every row."""
+    """Whether a first one without axes is that of every row."""
 
-    def views(self) -> Saved:
+    def views(self, op: Op) -> list[Any]:
         """Read them."""
-        return Saved(*(None if x is None else describe(name, x) for name, x in zip(Saved._fields, self)))  # type: ignore[arg-type]
+        return [None if x is None else describe(spec.name, x) for spec, x in zip(op.saved, self.arrays, strict=True)]
 
 
 class Checked(NamedTuple):
@@ -92,17 +89,18 @@ class Checked(NamedTuple):
 
     runner: Runner
     problem: Problem
+    op: Op
     at: int
     """Which of the inputs has the call's framework, device and stream."""
-    rows: tuple[str, ...]
-    """Names of what a forward always writes."""
     row_shape: tuple[int, ...]
     stat_dtype: str
     workspace_bytes: int
     every_row_sees: bool
     """Whether each row is known to see a key."""
-    extra_rows: dict[str, tuple[int, ...]]
-    """Shapes of what else there is of the rows."""
+    results: dict[str, tuple[tuple[int, ...], str]]
+    """Shape and type of what a forward writes."""
+    further: dict[str, tuple[tuple[int, ...], str]]
+    """Those that are not the rows which every call has."""
     gradient_bytes: dict[tuple[str, ...], int]
     """Workspace of the backwards that there have been."""
 
@@ -124,27 +122,26 @@ class Ready(NamedTuple):
     saved: Saved | None = None
     """The rows that its backward reads."""
 
-    def forward(self) -> RowStats:
-        """Allocate row results and launch."""
+    def forward(self) -> Results:
+        """Allocate results and launch."""
         checked = self.checked
-        like = self.inputs[checked.at]
-        outputs = RowStats(*frameworks.empty_rows(like, checked.rows, checked.row_shape, checked.stat_dtype))
-        if self.checked.extra_rows:
-            outputs = outputs._replace(**self.empty_extra_rows())
+        op, like = checked.op, self.inputs[checked.at]
+        rows = frameworks.empty_rows(like, op.rows, checked.row_shape, checked.stat_dtype)
+        outputs = op.Results(*rows, **self._empty(checked.further)) if checked.further else op.Results(*rows)
         self.launch(outputs)
         if like.framework not in frameworks.OWN:
             frameworks.hold((*self.inputs, *(self.masks or {}).values()))
         return outputs
 
-    def empty_extra_rows(self) -> dict[str, ArrayView]:
-        """Memory for what else there is of the rows."""
-        like, dtype = self.inputs[self.checked.at], self.checked.stat_dtype
-        return {
-            name: frameworks.empty(like, shape, dtype)._replace(name=name)
-            for name, shape in self.checked.extra_rows.items()
-        }
+    def empty_results(self) -> Results:
+        """Memory for results, an allocation for each."""
+        return self.checked.op.Results(**self._empty(self.checked.results))
 
-    def launch(self, outputs: RowStats) -> None:
+    def _empty(self, results: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, ArrayView]:
+        like = self.inputs[self.checked.at]
+        return {n: frameworks.empty(like, shape, dtype)._replace(name=n) for n, (shape, dtype) in results.items()}
+
+    def launch(self, outputs: Results) -> None:
         """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
         inputs, masks, checked, _ = self
         like = inputs[checked.at]
@@ -161,7 +158,7 @@ class Ready(NamedTuple):
         assert saved is not None
         like, size = inputs[checked.at], checked.backward_bytes(wrt)
         framework = FRAMEWORKS[like.framework]
-        outputs = Gradients(
+        outputs = checked.op.Gradients(
             *[framework.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs]
         )
         stream = frameworks.stream_of(like)
@@ -182,23 +179,23 @@ class Ready(NamedTuple):
 
         inputs, masks, checked, saved = self
         return Ready(
-            Inputs(*map(bare, inputs)),
+            checked.op.Inputs(*map(bare, inputs)),
             None if masks is None else {name: bare(view) for name, view in masks.items()},
             checked,
-            None if saved is None else Saved(*map(bare, saved)),
+            None if saved is None else checked.op.Saved(*map(bare, saved)),
         )
 
     def of(self, arrays: Sequence[Any], addresses: Sequence[int]) -> Ready:
         """The same with arrays again: the operands, those of the mask, the saved rows."""
-        (a, b, c, d), masks, checked, saved = self
-        p, q, r, s = addresses[:4]
-        w, x, y, z = arrays[:4]
-        inputs = Inputs(a.at(p, w), b.at(q, x), c.at(r, y), d.at(s, z))
-        rest = iter(zip(addresses[4:], arrays[4:]))
+        before, masks, checked, saved = self
+        inputs = checked.op.Inputs(*map(ArrayView.at, before, addresses, arrays))
+        if masks is None and saved is None:
+            return Ready(inputs, None, checked)
+        rest = iter(zip(addresses[len(before) :], arrays[len(before) :]))
         if masks is not None:
             masks = {name: view.at(*next(rest)) for name, view in masks.items()}
         if saved is not None:
-            saved = Saved(*[view and view.at(*next(rest)) for view in saved])  # type: ignore[arg-type]
+            saved = checked.op.Saved(*[view and view.at(*next(rest)) for view in saved])
         return Ready(inputs, masks, checked, saved)
 
 
@@ -235,7 +232,7 @@ def _recalled(framework: Framework, call: Call, rows: SavedArrays | None) -> Rea
             continue
         addresses = framework.addresses(arrays)
         # What has no memory, or does not begin where most arrays do, is looked at anew.
-        if not all(addresses) or (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15:
+        if not all(addresses) or reduce(or_, addresses[: len(call.operands)]) & 15:
             return None
         if ready.inputs[call.op.at].device.kind == "cuda" and generation() != _cuda_generation:
             _check_fork()
@@ -262,8 +259,8 @@ def _look_key(framework: Framework, call: Call, rows: SavedArrays | None) -> Any
     op, operands, options, masks = call
     deterministic = framework.deterministic() if options.deterministic is None else None
     given = masks if masks is NO_MASKS else tuple([x is not None for x in masks])
-    saved = None if rows is None else (rows.kl is None, rows.moments is None, rows.alike)
-    return (operands[op.at].shape, _named(options), deterministic, given, saved, framework.name)
+    saved = None if rows is None else (tuple([x is None for x in rows.arrays]), rows.alike)
+    return (op, operands[op.at].shape, _named(options), deterministic, given, saved, framework.name)
 
 
 def _arrays(call: Call, rows: SavedArrays | None) -> tuple[Any, ...]:
@@ -271,53 +268,62 @@ def _arrays(call: Call, rows: SavedArrays | None) -> tuple[Any, ...]:
     masks = () if call.masks is NO_MASKS else tuple([x for x in call.masks if x is not None])
     if rows is None:
         return (*call.operands, *masks)
-    last = [x for x in (rows.kl, rows.moments) if x is not None]
-    return (*call.operands, *masks, rows.grad, rows.teacher_lse, rows.student_lse, *last)
+    return (*call.operands, *masks, *[x for x in rows.arrays if x is not None])
 
 
 # Keys are kept longer than patterns: they have the digest in its place.
-_PATTERN = Options._fields.index("block_mask")
-
-
 def _named(options: Options) -> Any:
     pattern = options.block_mask
-    return options if pattern is None else (pattern.digest, *options[:_PATTERN], *options[_PATTERN + 1 :])
+    return options if pattern is None else options._replace(block_mask=pattern.digest)  # type: ignore[arg-type]
 
 
-def prepare(inputs: Inputs, options: Options, masks: MaskArrays | None = None) -> Checked:
+def prepare(op: Op, inputs: Inputs, options: Options, masks: MaskArrays | None = None) -> Checked:
     """The checked form of a call, or the error that says what is wrong with it."""
-    a, b, c, d = inputs
-    if d.device.kind == "cuda" and generation() != _cuda_generation:
+    like = inputs[op.at]
+    if like.device.kind == "cuda" and generation() != _cuda_generation:
         _check_fork()
     deterministic = options.deterministic
     if deterministic is None:
-        deterministic = as_framework_says(c)
-    odd = (a.ptr | b.ptr | c.ptr | d.ptr) & 15
-    if odd:
-        odd = (a.ptr & 15) | (b.ptr & 15) << 4 | (c.ptr & 15) << 8 | (d.ptr & 15) << 12
+        deterministic = as_framework_says(like)
     # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
-    key: Any = (a[1:6], b[1:6], c[1:6], d[1:6], odd, _named(options), deterministic)
+    key: Any = (
+        op,
+        *[view[1:6] for view in inputs],
+        *[view.ptr & 15 for view in inputs],
+        _named(options),
+        deterministic,
+    )
     if masks is not None:
         key = (key, *((name, view[1:6]) for name, view in masks.items()))
     checked = _checked.get(key)
     if checked is None:
-        problem = validate.to_problem(inputs, options._replace(deterministic=deterministic), masks)
+        problem = validate.to_problem(op, inputs, options._replace(deterministic=deterministic), masks)
         hints.look(inputs, options, problem)
         runner = runner_for(problem)
+        results = results_of(problem)
         checked = Checked(
             runner,
             problem,
-            problem.operation.at,
-            problem.operation.rows,
+            op,
+            op.at,
             problem.row_shape,
             problem.stat_dtype,
             runner.workspace_bytes,
             every_row_sees(problem),
-            {name: (*problem.row_shape, *axes) for name, axes in extra_rows(problem).items()},
+            results,
+            {name: x for name, x in results.items() if name not in op.rows},
             {},
         )
         _remember(_checked, key, checked, problem)
     return checked
+
+
+def results_of(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of what a forward writes, in the order of the operation's record."""
+    op, shape, dtype = problem.operation, problem.row_shape, problem.stat_dtype
+    rows = dict.fromkeys(op.rows, (shape, dtype))
+    vectors = {name: ((*shape, problem.columns(letter)), problem.operand(op.like).dtype) for name, letter in op.vectors}
+    return rows | vectors | {name: ((*shape, *axes), dtype) for name, axes in extra_rows(problem).items()}
 
 
 def as_framework_says(like: ArrayView) -> bool:
@@ -411,7 +417,7 @@ def outline(op: Op, given: tuple[Any, ...], device: Device | None = None) -> Inp
     for name, x in zip(op.names, given, strict=True):
         view = views.get(name) or frameworks.standin(name, x, place)._replace(framework=framework)
         views[name] = view if device is None else view._replace(device=device)
-    return Inputs(**views)
+    return op.Inputs(**views)
 
 
 def outline_masks(given: tuple[Any, ...], like: ArrayView, device: Device | None = None) -> MaskArrays | None:

@@ -317,7 +317,7 @@ def _forward(config: _Config, inputs: tuple[Any, ...], masks: _Masks) -> tuple[A
         rows = launch(*inputs, *given.values())[: len(results)]
     marked = _marked(rows, like)
     others = dict(zip(extra, marked[3:], strict=True))
-    return (*marked[:3], *(others.get(name) for name in arrays.RowStats._fields[3:]))
+    return (*marked[:3], *(others.get(name) for name in ATTENTION_KL.results[3:]))
 
 
 def _backward(
@@ -326,7 +326,7 @@ def _backward(
     """Trace a backward launch: the gradients named in `wrt`. `saved` is what `_read` leaves."""
     problem = _check(config, inputs, masks, wrt)
     extra = extra_rows(problem)
-    rows = {name: x for name, x in zip(arrays.Saved._fields, saved, strict=True) if x is not None}
+    rows = {name: x for name, x in zip(ATTENTION_KL.Saved._fields, saved, strict=True) if x is not None}
     for name, x in rows.items():
         shape = (*problem.row_shape, *extra.get(name, ()))
         if x.shape != shape or x.dtype != problem.stat_dtype:
@@ -406,7 +406,7 @@ def _forward_callback(
 ) -> Callable[..., None]:
     """Launches a forward. `masked` names the arrays of the mask, which come after the inputs, `extra` the results that
     come after the three of every row."""
-    names = (*arrays.RowStats._fields[:3], *extra)
+    names = (*ATTENTION_KL.rows, *extra)
 
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
         inputs, masks = buffers[:4], buffers[4:]
@@ -415,13 +415,13 @@ def _forward_callback(
         mask_views = {name: _view(name, buffer) for name, buffer in zip(masked, masks, strict=True)}
         stream = ctx.stream if views[0].device.kind == "cuda" else 0
         for part, seen in _unfold(views, mask_views, lead, options.layout):
-            given = arrays.Inputs(*part[:4])
-            ready = prepare(given, options, seen)
+            given = ATTENTION_KL.Inputs(*part[:4])
+            ready = prepare(ATTENTION_KL, given, options, seen)
             # vmap may bring other launches than were planned.
             workspace, room = _lent(out[len(names) :])
             if room < ready.workspace_bytes:
                 workspace = 0
-            rows = arrays.RowStats(**dict(zip(names, part[4:], strict=True)))
+            rows = ATTENTION_KL.Results(**dict(zip(names, part[4:], strict=True)))
             ready.runner.forward(given, rows, stream, workspace, seen)
 
     return callback
@@ -444,11 +444,11 @@ def _backward_callback(
         for part, seen in _unfold(views, mask_views, lead, options.layout):
             found = dict(zip(rows, part[4:count], strict=True))
             grad, teacher_lse, student_lse = part[4:7]
-            saved = arrays.Saved(grad, teacher_lse, student_lse, found.get("kl"), found.get("moments"))
+            saved = ATTENTION_KL.Saved(grad, teacher_lse, student_lse, found.get("kl"), found.get("moments"))
             wanted = dict(zip(wrt, part[count:], strict=True))
-            outputs = arrays.Gradients(*(wanted.get(name) for name in _NAMES))
-            inputs = arrays.Inputs(*part[:4])
-            runner = prepare(inputs, options, seen).runner
+            outputs = ATTENTION_KL.Gradients(*(wanted.get(name) for name in _NAMES))
+            inputs = ATTENTION_KL.Inputs(*part[:4])
+            runner = prepare(ATTENTION_KL, inputs, options, seen).runner
             # vmap may bring other launches than were planned; what there is serves as far as it goes.
             workspace, room = _lent(out[len(wrt) :])
             runner.backward(inputs, saved, outputs, stream, workspace, seen, room)
@@ -571,7 +571,7 @@ def _check_masks(config: _Config, call: Call) -> None:
     known = {n: x for n, x in _given(call.masks).items() if not isinstance(x, jax.core.Tracer)}
     if known and config.platform == "cpu":
         views, seen = _standins(call.operands, call.masks, arrays.CPU)
-        problem = validate.to_problem(views, config.options, seen)
+        problem = validate.to_problem(ATTENTION_KL, views, config.options, seen)
         rules.check_values(problem, {name: np.asarray(x) for name, x in known.items()})
 
 
@@ -622,7 +622,7 @@ def _buffer_callback() -> Any:
 
 
 def _standins(inputs: tuple[Any, ...], masks: _Masks, device: Device) -> tuple[arrays.Inputs, arrays.MaskArrays | None]:
-    views = arrays.Inputs(*(frameworks.standin(name, x, device) for name, x in zip(_NAMES, inputs, strict=True)))
+    views = ATTENTION_KL.Inputs(*(frameworks.standin(name, x, device) for name, x in zip(_NAMES, inputs, strict=True)))
     seen = {name: frameworks.standin(name, x, device) for name, x in _given(masks).items()}
     return views, seen or None
 
@@ -634,7 +634,7 @@ def _check(config: _Config, inputs: tuple[Any, ...], masks: _Masks, wrt: tuple[s
     on_gpu = config.platform == "gpu"
     device = arrays.cuda(frameworks.current_gpu() or 0) if on_gpu else arrays.CPU
     views, seen = _standins(inputs, masks, device)
-    problem = validate.to_problem(views, config.options, seen)
+    problem = validate.to_problem(ATTENTION_KL, views, config.options, seen)
     validate.gradients_built(problem, wrt)
     if on_gpu:
         runner_for(problem).warmup(wrt)

@@ -29,7 +29,7 @@ from .rules.masks import parts_of
 from .rules.scores import score_of
 
 if TYPE_CHECKING:
-    from .arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved
+    from .arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved
     from .kernels.tile_lists import Lists
 
 # What a backward reads of each row, as the arguments have it.
@@ -201,7 +201,7 @@ class Runner:
         return self.plan.backward_bytes(wrt)
 
     def forward(
-        self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0, masks: MaskArrays | None = None
+        self, inputs: Inputs, outputs: Results, stream: int, workspace: int = 0, masks: MaskArrays | None = None
     ) -> None:
         """Launch the forward; every element of the outputs is written.
 
@@ -285,7 +285,7 @@ class Runner:
         self,
         request: Request,
         inputs: Inputs,
-        outputs: RowStats | Gradients,
+        outputs: Results | Gradients,
         workspace: int,
         masks: MaskArrays | None,
         rows: bytes = b"",

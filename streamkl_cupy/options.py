@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 
 from .arguments import FAR, a_kind_of, choice, flag, integer, listed
+from .ops import ATTENTION_KL, Op
 from .problem import Side
 from .rules.divergences import DIVERGENCES, PARAMETERS
 from .rules.masks import ARRAYS
@@ -188,6 +189,10 @@ class Options(NamedTuple):
     return_entropy: Annotated[bool, Row(flag, "bool", shared=False)] = False
 
 
+OPTIONS: Final[dict[str, Any]] = {ATTENTION_KL.name: Options}
+"""The static options of each operation, by its name."""
+
+
 class LossOptions(NamedTuple):
     """What `attention_kl` has beside these: what becomes of its rows."""
 
@@ -197,44 +202,54 @@ class LossOptions(NamedTuple):
     dense_teacher_lse: Any = None
 
 
-# By name: the rows of `Options`, and the dtypes of the arrays that masks read.
-TABLE: Final[dict[str, Row]] = {name: kind.__metadata__[0] for name, kind in Options.__annotations__.items()}
+# By operation and name: the rows of its options; by name the dtypes of the arrays that masks read.
+TABLES: Final[dict[str, dict[str, Row]]] = {
+    op: {name: kind.__metadata__[0] for name, kind in options.__annotations__.items()}
+    for op, options in OPTIONS.items()
+}
 MASK_ARRAYS: Final = {name: array.dtype for name, array in ARRAYS.items()}
-SHARED: Final = frozenset({*(name for name, row in TABLE.items() if row.shared), *MASK_ARRAYS})
+SHARED: Final = {
+    op: frozenset({*(name for name, row in table.items() if row.shared), *MASK_ARRAYS}) for op, table in TABLES.items()
+}
 NO_MASKS: Final = (None,) * len(MASK_ARRAYS)
-_DEFAULTS = Options()
-_MAY_BE_NONE = frozenset({name for name, default in Options._field_defaults.items() if default is None})
+_DEFAULTS = {op: options() for op, options in OPTIONS.items()}
+_MAY_BE_NONE = {
+    op: frozenset({name for name, default in options._field_defaults.items() if default is None})
+    for op, options in OPTIONS.items()
+}
 
 
-def parse(given: Mapping[str, Any], symbols: bool = False) -> tuple[Options, tuple[Any, ...]]:
-    """Check options that were given by name: the static ones, and the arrays of masks in the order of `MASK_ARRAYS`.
+def parse(op: Op, given: Mapping[str, Any], symbols: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """Check options of an operation that were given by name: the static ones, and the arrays of masks in the order of
+    `MASK_ARRAYS`.
 
     With `symbols` those that a tracer may hold as one pass as they are. Plain enough for torch.compile to trace.
     """
     if not given:
-        return _DEFAULTS, NO_MASKS
+        return _DEFAULTS[op.name], NO_MASKS
     static: dict[str, Any] = {}
     masked = False
+    table, may_be_none = TABLES[op.name], _MAY_BE_NONE[op.name]
     for name, value in given.items():
-        if name not in TABLE:
+        if name not in table:
             masked = masked or value is not None
-        elif (value is not None or name not in _MAY_BE_NONE) and not (symbols and TABLE[name].symbol):
-            static[name] = TABLE[name].check(name, value)
+        elif (value is not None or name not in may_be_none) and not (symbols and table[name].symbol):
+            static[name] = table[name].check(name, value)
         else:
             static[name] = value
-    options = Options(**static)
-    if options.jsd_beta is not None or options.smoothing is not None:
-        _check_parameters(options)
+    options = OPTIONS[op.name](**static)
+    if [name for name in PARAMETERS if static.get(name) is not None]:
+        _check_parameters(options, static)
     if options.q_offset is not None or options.window is not None:
         options = _near(options)
     return options, tuple([given.get(name) for name in MASK_ARRAYS]) if masked else NO_MASKS
 
 
-def _check_parameters(options: Options) -> None:
+def _check_parameters(options: Options, static: Mapping[str, Any]) -> None:
     """Refuse numbers that the divergence does not have, or cannot have."""
     known = DIVERGENCES[options.divergence].parameters
     for name in PARAMETERS:
-        value = getattr(options, name)
+        value = static.get(name)
         if value is None:
             continue
         if name not in known:
@@ -247,7 +262,7 @@ def _check_parameters(options: Options) -> None:
             raise ValueError(f"{name}={value:g} {misfit}")
 
 
-def _near(options: Options) -> Options:
+def _near(options: Any) -> Any:
     """The same diagonal and window in numbers that 64 bits hold. Where a window begins and ends is what counts, not how
     far it reaches from where."""
 

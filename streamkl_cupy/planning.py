@@ -261,7 +261,7 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
 
 def no_gradients(problem: Problem, name: str) -> str:
     """What gradients of a side are built for, where those of this one are not; empty where they are."""
-    side: Side = getattr(problem, name)
+    side = problem.side(name)
     slope = score_of(side).largest_slope
     if side.dim > (most := problem.operation.max_gradient_dim):
         return f"built for head dims up to {most} on CUDA, but the {name}'s is {side.dim}"
@@ -304,7 +304,7 @@ def _without_numbers(problem: Problem) -> Problem:
     return replace(
         problem,
         mask=replace(mask, params=tuple((name, 0) for name, _ in mask.params)),
-        **{name: _without_factors(side) for name, side in problem.sides.items()},  # type: ignore[arg-type]
+        distributions=tuple(map(_without_factors, problem.distributions)),
     )
 
 

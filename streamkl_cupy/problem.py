@@ -112,8 +112,8 @@ class Problem:
     heads: int
     queries: int
     keys: int
-    teacher: Side
-    student: Side
+    distributions: tuple[Side, ...]
+    """In the order of the operation's sides."""
     mask: MaskSpec
     device: Device
     layout: str = "bhnd"
@@ -131,6 +131,8 @@ class Problem:
     """Whether the teacher's entropy is a result of the forward."""
     op: str = ATTENTION_KL.name
     """The operation, by its name among `OPS`."""
+    extras: tuple[Operand, ...] = ()
+    """Operands beside queries and keys, in the operation's order."""
 
     @property
     def operation(self) -> Op:
@@ -139,26 +141,33 @@ class Problem:
 
     def operand(self, name: str) -> Operand:
         """The operand an input name such as "student_k" stands for."""
-        spec = self.operation.operand[name]
+        op = self.operation
+        spec = op.operand[name]
+        if spec.extra:
+            return self.extras[[x.name for x in op.operands if x.extra].index(name)]
         return getattr(self.side(spec.side), spec.rows)  # type: ignore[no-any-return]
+
+    def columns(self, letter: str) -> int:
+        """Columns that the operation calls by a letter."""
+        return next(self.operand(x.name).dim for x in self.operation.operands if x.dim == letter)
 
     def side(self, name: str) -> Side:
         """A side by its name."""
-        return getattr(self, name)  # type: ignore[no-any-return]
+        return self.distributions[self.operation.sides.index(name)]
 
     @property
     def sides(self) -> dict[str, Side]:
         """All of them, in the order of the operation's operands."""
-        return {name: self.side(name) for name in self.operation.sides}
+        return dict(zip(self.operation.sides, self.distributions, strict=True))
 
     @property
     def stat_dtype(self) -> str:
-        """Element type of KL and log-sum-exps: float64 where an input is, float32 otherwise."""
-        return "float64" if "float64" in (self.teacher.dtype, self.student.dtype) else "float32"
+        """Element type of row results: float64 where an input is, float32 otherwise."""
+        return "float64" if "float64" in [side.dtype for side in self.distributions] else "float32"
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of KL and log-sum-exps in the caller's layout: (B, H, M) or (B, M, H), fewer axes as given."""
+        """Shape of row results in the caller's layout: (B, H, M) or (B, M, H), fewer axes as given."""
         return self._callers_order((self.batch, self.heads, self.queries))
 
     def row_strides(self) -> tuple[int, ...]:

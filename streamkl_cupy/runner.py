@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .arrays import Gradients, Inputs, MaskArrays, RowStats, Saved
+    from .arrays import Gradients, Inputs, MaskArrays, Results, Saved
     from .problem import Problem
 
 
@@ -30,7 +30,7 @@ class Runner(Protocol):
         """Bytes of workspace for these gradients."""
 
     def forward(
-        self, inputs: Inputs, outputs: RowStats, stream: int, workspace: int = 0, masks: MaskArrays | None = None
+        self, inputs: Inputs, outputs: Results, stream: int, workspace: int = 0, masks: MaskArrays | None = None
     ) -> None:
         """Write every element of the outputs."""
 

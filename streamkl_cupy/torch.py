@@ -23,10 +23,10 @@ from torch.autograd import forward_ad
 from . import frameworks, validate
 from .advice.signatures import public
 from .arguments import a_kind_of
-from .arrays import RowStats, Saved
+from .arrays import Results
 from .call import Call, SavedArrays
 from .ops import ATTENTION_KL
-from .options import MASK_ARRAYS, NO_MASKS, TABLE, LossOptions, Options
+from .options import MASK_ARRAYS, NO_MASKS, TABLES, LossOptions, Options
 from .results import KLEntropy, rows_of
 from .rules import masks as rules
 from .rules import reductions
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["attention_kl"]
 
 _NAMES = ATTENTION_KL.names
+_TABLE = TABLES[ATTENTION_KL.name]
 
 _NO_SECOND_ORDER = (
     "streamkl_cupy.attention_kl has first-order gradients only: its backward cannot be differentiated again. "
@@ -97,7 +98,7 @@ _Rows = tuple[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"]
 """Values, both log-sum-exps, and of entropies and moments what there is."""
 
 
-def _tensors(rows: RowStats) -> _Rows:
+def _tensors(rows: Results) -> _Rows:
     kl, teacher_lse, student_lse, entropy, moments = rows
     return (
         kl.array,
@@ -319,16 +320,16 @@ _legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda
 # front of these the backward operator takes what is saved, and which gradients are wanted.
 _MASKS = len(_NAMES)
 _OPTIONS = _MASKS + len(MASK_ARRAYS)
-_NUMBERS = _OPTIONS + len(TABLE)
+_NUMBERS = _OPTIONS + len(_TABLE)
 # Options that a tracer may hold as symbols.
-_SYMBOLS = tuple(name for name, row in TABLE.items() if row.symbol)
-_SAVED = len((*Saved._fields, "wanted"))
-_ROWS = len(RowStats._fields)
+_SYMBOLS = tuple(name for name, row in _TABLE.items() if row.symbol)
+_SAVED = len((*ATTENTION_KL.Saved._fields, "wanted"))
+_ROWS = len(ATTENTION_KL.results)
 _SCHEMA = ", ".join(
     (
         *(f"Tensor {name}" for name in _NAMES),
         *(f"Tensor? {name}" for name in MASK_ARRAYS),
-        *(f"{row.schema} {name}" for name, row in TABLE.items()),
+        *(f"{row.schema} {name}" for name, row in _TABLE.items()),
         "Tensor? numbers=None",
     )
 )
@@ -439,7 +440,7 @@ class _Step(torch.autograd.Function):
             whole = rows[0].to(teacher_lse.dtype).expand(teacher_lse.shape)
             grads = _AttentionKLBackward.apply(whole, *rows[1:], list(wanted), *inputs, *masks, ctx.options, None)  # type: ignore[no-untyped-call]
             return (*(g if w else None for g, w in zip(grads, wanted)), *nothing[_MASKS:])
-        ready = Call(ATTENTION_KL, inputs, ctx.options, masks).ready(SavedArrays(*rows, alike=True))
+        ready = Call(ATTENTION_KL, inputs, ctx.options, masks).ready(SavedArrays(rows, alike=True))
         return (*ready.backward(_names(wanted)), *nothing[_MASKS:])
 
 
@@ -502,15 +503,13 @@ def _launch_forward(*args: Any) -> tuple[Tensor, ...]:
 def _launch(call: Call) -> tuple[Tensor, ...]:
     """All rows that an operator gives, empty where the call does not have them."""
     ready = call.ready()
-    # An allocation each, where the direct path makes one for three: operator outputs must not share memory.
-    like, dtype = ready.inputs[call.op.at], ready.checked.stat_dtype
-    three = [frameworks.empty(like, ready.checked.row_shape, dtype) for _ in range(3)]
-    rows = RowStats(*three, **ready.empty_extra_rows())
+    # An allocation each, where the direct path makes one for all rows: operator outputs must not share memory.
+    rows = ready.empty_results()
     ready.launch(rows)
     if call.options.block_mask is not None:
         # What a backward reads keeps the pattern, of which operators know the key only.
         rows.student_lse.array._streamkl_block_mask = call.options.block_mask
-    return tuple([three[0].array.new_empty(0) if x is None else x for x in _tensors(rows)])
+    return tuple([rows.kl.array.new_empty(0) if x is None else x for x in _tensors(rows)])
 
 
 def _launch_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -518,7 +517,7 @@ def _launch_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *saved, wanted = args[:_SAVED]
     wrt = _names(tuple(wanted))
     call = _unpacked(args[_SAVED:])
-    ready = call.ready(SavedArrays(*saved))
+    ready = call.ready(SavedArrays(tuple(saved)))
     a, b, c, d = (call.operands[call.op.at].new_empty(0) if g is None else g for g in ready.backward(wrt))
     return a, b, c, d
 
@@ -545,7 +544,7 @@ def _unpacked(args: tuple[Any, ...]) -> Call:
 
 def _with_numbers(options: Options, numbers: Sequence[Any]) -> Options:
     """The options with those of `_SYMBOLS` that are checked now."""
-    checked: dict[str, Any] = {n: None if x is None else TABLE[n].check(n, x) for n, x in zip(_SYMBOLS, numbers)}
+    checked: dict[str, Any] = {n: None if x is None else _TABLE[n].check(n, x) for n, x in zip(_SYMBOLS, numbers)}
     return options._replace(**checked)
 
 

@@ -18,8 +18,8 @@ from .arguments import a_kind_of, choice, listed, with_article
 from .arrays import ArrayView, Inputs, MaskArrays
 from .frameworks import conversion, framework_of
 from .frameworks.base import dtype_label, known
-from .ops import ATTENTION_KL, Op, OperandSpec
-from .options import LAYOUTS, REDUCTIONS, LossOptions, Options
+from .ops import Op, OperandSpec
+from .options import LAYOUTS, REDUCTIONS, LossOptions
 from .planning import no_gradients
 from .problem import Operand, Problem, Side, canonical_strides, compact_strides
 from .rules import masks as rules
@@ -147,47 +147,49 @@ def not_of(framework: str, name: str, x: Any) -> TypeError:
     )
 
 
-def to_problem(inputs: Inputs, chosen: Options, masks: MaskArrays | None = None) -> Problem:
+def to_problem(op: Op, inputs: Inputs, chosen: Any, masks: MaskArrays | None = None) -> Problem:
     """Check views against each other and freeze what they ask for."""
-    tq, tk, sq, sk = inputs
+    first = inputs[0]
     for view in inputs[1:]:
-        same_place(tq, view)
+        same_place(first, view)
     masks = masks or {}
     for x in masks.values():
-        same_place(tq, x)
+        same_place(first, x)
     given = {name: view.shape for name, view in masks.items()}
     packing = rules.packing(given)
     if packing is not None:
         packing.check(chosen, given, {view.name: view.shape for view in inputs})
         chosen = chosen._replace(layout=packing.layout)
-    extents = _operands(ATTENTION_KL, inputs, chosen.layout)
-    batch, heads, queries, _ = extents["teacher_q"]
-    keys = extents["teacher_k"][2]
-    sizes = rules.Extents(batch, heads, queries, keys, len(tq.shape))
+    extents = _operands(op, inputs, chosen.layout)
+    (q, k), *_ = (op.pair(side) for side in op.sides)
+    batch, heads, queries, _ = extents[q.name]
+    keys = extents[k.name][2]
+    sizes = rules.Extents(batch, heads, queries, keys, len(first.shape))
     _check_mask_arrays(masks, sizes)
     asked = rules.Asked(chosen, given, sizes, packing.sequences(given) if packing is not None else 0)
     rules.check(asked)
-    sides = {"teacher": _side("teacher", tq, tk, extents, chosen), "student": _side("student", sq, sk, extents, chosen)}
-    if "float64" not in (tq.dtype, sq.dtype):
+    operands = {x.name: _operand(x, extents[x.name], chosen.layout) for x in inputs}
+    sides = {side: _side(op, side, operands, chosen) for side in op.sides}
+    if "float64" not in [side.dtype for side in sides.values()]:
         for name, side in sides.items():
-            _check_float32(name, side)
+            _check_float32(op, name, side)
     return Problem(
         batch=batch,
         heads=heads,
         queries=queries,
         keys=keys,
-        teacher=sides["teacher"],
-        student=sides["student"],
+        distributions=tuple(sides.values()),
         mask=rules.spec_of(asked),
-        device=tq.device,
+        device=first.device,
         layout=chosen.layout,
-        rank=len(tq.shape),
+        rank=len(first.shape),
         precision=chosen.precision,
         deterministic=bool(chosen.deterministic),
-        divergence=chosen.divergence,
-        parameters=given_parameters(chosen._asdict()),
-        entropy=chosen.return_entropy,
         sequences=asked.sequences,
+        parameters=given_parameters(chosen._asdict()),
+        op=op.name,
+        extras=tuple(operands[x.name] for x in op.operands if x.extra),
+        **{field: getattr(chosen, option) for option, field in op.settings},
     )
 
 
@@ -215,6 +217,18 @@ def row_array(view: ArrayView, row_shape: tuple[int, ...], dtype: str, like: Arr
     """Check an array with one value per query row: grad, kl or a log-sum-exp."""
     if view.shape != row_shape or view.dtype != dtype:
         one_per_row(view.name, view, row_shape, dtype)
+    same_place(like, view)
+
+
+def saved_array(view: ArrayView, result: str, shape: tuple[int, ...], dtype: str, like: ArrayView) -> None:
+    """Check an array that a backward reads: a result of the forward, or a derivative of one."""
+    if view.name == result or len(shape) < len(like.shape):
+        row_array(view, shape, dtype, like)
+        return
+    if view.shape != shape:
+        raise ValueError(f"{view.name}: shape {view.shape}, but it is the derivative of {result}, which has {shape}")
+    if view.dtype != dtype:
+        raise TypeError(f"{view.name}: dtype {view.dtype}, but {result} is {dtype}; convert it")
     same_place(like, view)
 
 
@@ -321,10 +335,8 @@ def _operands(op: Op, views: Sequence[ArrayView], layout: str) -> _Extents:
             raise ValueError(f"{x.name}: head dim 0; allowed are 1 to {x.max_dim} for the {x.side}")
         if dim > x.max_dim:
             raise NotImplementedError(f"{x.name}: head dim {dim}; built are 1 to {x.max_dim} for the {x.side}")
-    for x in op.operands:
-        if x.rows == "k":
-            q = next(other for other in op.side(x.side) if other.rows == "q")
-            _divide(x.name, extents[x.name][1], q.name, extents[q.name][1])
+    for q, k in map(op.pair, op.sides):
+        _divide(k.name, extents[k.name][1], q.name, extents[q.name][1])
     return extents
 
 
@@ -376,39 +388,42 @@ def _extents(view: ArrayView, layout: str) -> tuple[int, int, int, int]:
     return (b if rank == 4 else 1, h if rank >= 3 else 1, r, d)
 
 
-def _side(
-    side: str, q: ArrayView, k: ArrayView, extents: dict[str, tuple[int, int, int, int]], chosen: Options
-) -> Side:
-    scale, name, softcap = (getattr(chosen, f"{side}_{what}") for what in ("scale", "score", "softcap"))
+def _side(op: Op, side: str, operands: dict[str, Operand], chosen: Any) -> Side:
+    def asked(what: str, default: Any) -> Any:
+        return getattr(chosen, op.option(side, what), default)
+
+    q, k = (operands[x.name] for x in op.pair(side))
+    scale, name, softcap = asked("scale", None), asked("score", Side.score), asked("softcap", Side.softcap)
     score = SCORES[name]
     if scale is None:
-        scale = 1.0 if score.positive else 1.0 / math.sqrt(extents[q.name][3])
+        scale = 1.0 if score.positive else 1.0 / math.sqrt(q.dim)
+    named = {what: op.option(side, what) for what in ("scale", "score", "softcap")}
     if score.positive and scale <= 0:
         raise ValueError(
-            f"{side}_scale={scale} beside {side}_score={name!r}, whose logits are {score.formula}; allowed are "
+            f"{named['scale']}={scale} beside {named['score']}={name!r}, whose logits are {score.formula}; allowed are "
             f"positive numbers, and 1 is the default"
         )
     if softcap is not None and not score.proportional:
         capped = listed([repr(other) for other, x in SCORES.items() if x.proportional])
         raise ValueError(
-            f"{side}_softcap={softcap} beside {side}_score={name!r}; built are caps of {capped}, whose logits are "
-            f"proportional to the scale. Leave one of the two out"
+            f"{named['softcap']}={softcap} beside {named['score']}={name!r}; built are caps of {capped}, whose logits "
+            f"are proportional to the scale. Leave one of the two out"
         )
-    layout = chosen.layout
-    return Side(_operand(q, extents[q.name], layout), _operand(k, extents[k.name], layout), float(scale), name, softcap)
+    return Side(q, k, float(scale), name, softcap)
 
 
-def _check_float32(name: str, side: Side) -> None:
+def _check_float32(op: Op, name: str, side: Side) -> None:
     """Check that float32 can hold the factors of a side."""
+    scale, softcap = op.option(name, "scale"), op.option(name, "softcap")
     if abs(side.scale) > MAX_SCALE:
         raise ValueError(
-            f"{name}_scale={side.scale} is beyond what float32 arithmetic can hold; allowed are magnitudes up to "
+            f"{scale}={side.scale} is beyond what float32 arithmetic can hold; allowed are magnitudes up to "
             f"{MAX_SCALE:g}"
         )
     cap = side.softcap
     if cap is not None and not (cap <= MAX_SCALE and abs(side.scale) <= cap * MAX_SCALE):
         raise ValueError(
-            f"{name}_softcap={cap} is beyond what float32 arithmetic can hold beside a scale of {side.scale:g}; "
+            f"{softcap}={cap} is beyond what float32 arithmetic can hold beside a scale of {side.scale:g}; "
             f"allowed are {abs(side.scale) / MAX_SCALE:g} to {MAX_SCALE:g}"
         )
 

@@ -626,7 +626,7 @@ def test_no_usable_gpu() -> None:
     pytest.importorskip("cupy")
     there = call.outline(ATTENTION_KL, tuple(shapes), arrays.cuda(0))
     with pytest.raises(streamkl_cupy.DriverError, match="GPU 0 cannot be used"):
-        call.prepare(there, Options())
+        call.prepare(ATTENTION_KL, there, Options())
 
 
 def test_torch_tensors_go_to_the_torch_front_with_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy
-from streamkl_cupy import arrays, call, frameworks, patterns, planning
-from streamkl_cupy.arrays import RowStats
+from streamkl_cupy import call, frameworks, patterns, planning
 from streamkl_cupy.call import Call
 from streamkl_cupy.kernels import KERNELS, gpus, shares, work_tiles
 from streamkl_cupy.ops import ATTENTION_KL
@@ -108,7 +107,9 @@ def test_splitting_changes_only_the_last_bits(cupy_only: Any, rng: Any) -> None:
     inputs = cupy_only.arrays(case)
     ready = Call.of(ATTENTION_KL, tuple(inputs), {}).ready()
     views = ready.inputs
-    whole = RowStats(*frameworks.empty_rows(views.student_q, ATTENTION_KL.rows, ready.checked.row_shape, "float32"))
+    whole = ATTENTION_KL.Results(
+        *frameworks.empty_rows(views.student_q, ATTENTION_KL.rows, ready.checked.row_shape, "float32")
+    )
     ready.checked.runner.forward(views, whole, frameworks.stream_of(views.student_q))
     split = streamkl_cupy.attention_kl_forward(*inputs)
     for got, expected in zip(split, whole[: len(split)], strict=True):
@@ -312,12 +313,14 @@ def test_row_tiles_are_not_shared_without_a_workspace(
     rows = streamkl_cupy.attention_kl_forward(*inputs, **case.options)
     grad = upstream(rng, (1, 8, 640))
     given = (cupy_only.array(grad, "float32"), rows.teacher_lse, rows.student_lse, rows.kl)
-    saved = arrays.Saved(*(frameworks.describe(name, x) for name, x in zip(arrays.Saved._fields, given, strict=True)))
+    saved = ATTENTION_KL.Saved(
+        *(frameworks.describe(name, x) for name, x in zip(ATTENTION_KL.Saved._fields, given, strict=True))
+    )
     wanted = reference.backward(grad, *case.arrays, **case.options)
     plan = ready.checked.runner.plan
     sums = max((x.workspace_bytes - x.main.schedule.partial_bytes for x in plan.fused), default=0)
     for room in (0, sums):
-        outputs = arrays.Gradients(*(frameworks.empty(view, view.shape, view.dtype) for view in views))
+        outputs = ATTENTION_KL.Gradients(*(frameworks.empty(view, view.shape, view.dtype) for view in views))
         workspace = cupy_only.full((room // 4 + 1,), "float32")
         address = workspace.data.ptr if room else 0
         ready.checked.runner.backward(views, saved, outputs, stream, address, room=room)
@@ -349,8 +352,10 @@ def test_lists_are_walked_whole_without_a_workspace(
     rows = streamkl_cupy.attention_kl_forward(*inputs, **case.options)
     grad = upstream(rng, (1, 2, 640))
     given = (cupy_only.array(grad, "float32"), rows.teacher_lse, rows.student_lse, rows.kl)
-    saved = arrays.Saved(*(frameworks.describe(name, x) for name, x in zip(arrays.Saved._fields, given, strict=True)))
-    outputs = arrays.Gradients(*(frameworks.empty(view, view.shape, view.dtype) for view in views))
+    saved = ATTENTION_KL.Saved(
+        *(frameworks.describe(name, x) for name, x in zip(ATTENTION_KL.Saved._fields, given, strict=True))
+    )
+    outputs = ATTENTION_KL.Gradients(*(frameworks.empty(view, view.shape, view.dtype) for view in views))
     ready.checked.runner.backward(views, saved, outputs, frameworks.stream_of(views.student_q))
     wanted = reference.backward(grad, *case.arrays, **case.options)
     check_gradients(tuple(cupy_only.numpy(x.array) for x in outputs), wanted, case.dtypes)

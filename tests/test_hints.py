@@ -12,7 +12,7 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import arrays, call, frameworks
 from streamkl_cupy.advice import hints
-from streamkl_cupy.arrays import Inputs
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import Options
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.validate import to_problem
@@ -138,8 +138,10 @@ def test_rows_and_heads_in_the_other_order(make: Any) -> None:
     ],
 )
 def test_many_heads_may_be_meant(q: Any, k: Any) -> None:
-    views = Inputs(*(frameworks.describe(n, np.empty(s, np.float16)) for n, s in zip(INPUT_NAMES, (q, k, q, k))))
-    problem = to_problem(views, Options())
+    views = ATTENTION_KL.Inputs(
+        *(frameworks.describe(n, np.empty(s, np.float16)) for n, s in zip(INPUT_NAMES, (q, k, q, k)))
+    )
+    problem = to_problem(ATTENTION_KL, views, Options())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hints.look(views._replace(), Options(), problem)
@@ -148,10 +150,10 @@ def test_many_heads_may_be_meant(q: Any, k: Any) -> None:
 def test_gpu_arrays_are_looked_at_by_shape_only(rng: np.random.Generator) -> None:
     """Views that say they are on a GPU, with an address that nobody may read."""
     made = [frameworks.describe(n, x) for n, x in zip(INPUT_NAMES, normal(rng, *[(2, 7, 8), (2, 5, 8)] * 2))]
-    views = Inputs(*(v._replace(device=arrays.cuda(0), ptr=16, array=None) for v in made))
+    views = ATTENTION_KL.Inputs(*(v._replace(device=arrays.cuda(0), ptr=16, array=None) for v in made))
     options = Options(causal=True)
     with pytest.warns(UserWarning, match=EMPTY):
-        hints.look(views, options, to_problem(views, options))
+        hints.look(views, options, to_problem(ATTENTION_KL, views, options))
 
 
 def test_nothing_is_looked_at_twice(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:

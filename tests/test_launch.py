@@ -15,12 +15,13 @@ import streamkl_cupy
 from streamkl_cupy import arrays, launch, patterns, validate
 from streamkl_cupy import call as calls
 from streamkl_cupy import problem as problems
-from streamkl_cupy.arrays import ArrayView, Gradients, Inputs, RowStats, Saved
+from streamkl_cupy.arrays import ArrayView
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.errors import CaptureError
 from streamkl_cupy.frameworks.base import known
 from streamkl_cupy.kernels import tile_lists
 from streamkl_cupy.kernels.gpus import facts_for_arch
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import parse
 from streamkl_cupy.problem import INPUT_NAMES, MaskSpec, Operand, Side, compact_strides
 
@@ -137,11 +138,11 @@ class Problem:
 
     def __init__(self, device: int, **options: Any) -> None:
         shape = (1, 2, 128, 64)
-        self.inputs = Inputs(*(view(name, shape, device) for name in INPUT_NAMES))
+        self.inputs = ATTENTION_KL.Inputs(*(view(name, shape, device) for name in INPUT_NAMES))
         rows = [view(name, shape[:3], device, "float32") for name in ("a", "b", "c", "d")]
-        self.rows, self.saved = RowStats(*rows[:3]), Saved(*rows)
-        self.gradients = Gradients(*(view(name, shape, device) for name in INPUT_NAMES))
-        self.problem = validate.to_problem(self.inputs, parse(options)[0])
+        self.rows, self.saved = ATTENTION_KL.Results(*rows[:3]), ATTENTION_KL.Saved(*rows)
+        self.gradients = ATTENTION_KL.Gradients(*(view(name, shape, device) for name in INPUT_NAMES))
+        self.problem = validate.to_problem(ATTENTION_KL, self.inputs, parse(ATTENTION_KL, options)[0])
         self.runner = launch.Runner(self.problem)
 
     def forward(self) -> None:
@@ -215,10 +216,12 @@ def test_gradients_of_keys_without_queries_are_zero(driver: Driver, monkeypatch:
     monkeypatch.setattr(driver, "memsetAsync", lambda *args: cleared.append(args))
     q, k = (Operand(heads, 128, 64, "float16", (heads * 8192, 8192, 64, 1), True) for heads in (0, 2))
     side = Side(q, k, 1.0)
-    runner = launch.Runner(problems.Problem(1, 0, 128, 128, side, side, MaskSpec(), arrays.cuda(0)))
+    runner = launch.Runner(problems.Problem(1, 0, 128, 128, (side, side), MaskSpec(), arrays.cuda(0)))
     call = Problem(0)
-    outputs = Gradients(*(view(name, (1, 2 if name.endswith("k") else 0, 128, 64), 0) for name in INPUT_NAMES))
-    outputs = Gradients(*(x and x._replace(ptr=i << 20) for i, x in enumerate(outputs, 1)))
+    outputs = ATTENTION_KL.Gradients(
+        *(view(name, (1, 2 if name.endswith("k") else 0, 128, 64), 0) for name in INPUT_NAMES)
+    )
+    outputs = ATTENTION_KL.Gradients(*(x and x._replace(ptr=i << 20) for i, x in enumerate(outputs, 1)))
     runner.backward(call.inputs, call.saved, outputs, 7)
     assert cleared == [(i << 20, 0, 2 * 2 * 128 * 64, 7) for i in (2, 4)]
     assert driver.launches == []

@@ -21,6 +21,7 @@ from streamkl_cupy.compiler.source import cuda_root, flatten
 from streamkl_cupy.kernels.structs import EXTENTS, args_of, row_tiles
 from streamkl_cupy.kernels.work_tiles import cut, survey
 from streamkl_cupy.launch import _mask_words
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import parse
 from streamkl_cupy.rules import masks
 from streamkl_cupy.rules.masks import MASKS
@@ -261,7 +262,7 @@ def one_block(walker: Any, parts: tuple[str, ...], rows: int, columns: int, quer
     if "block_mask" in given and rng.integers(2):
         given["block_mask"] = pattern_of(rng, heads, M, N)
     dense = np.broadcast_to(reference.visible((batch, heads, M, N), reference.Mask(**given)), (batch, heads, M, N))
-    options, values = parse(given)
+    options, values = parse(ATTENTION_KL, given)
     arrays = {name: x for name, x in zip(masks.ARRAYS, values) if x is not None}
     sequences = len(arrays["cu_seqlens_q"]) - 1 if packed else 0
     shapes = {name: x.shape for name, x in arrays.items()}

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy import numpy_backend, patterns
-from streamkl_cupy.arrays import RowStats
 from streamkl_cupy.call import Call
 from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import MASK_ARRAYS
@@ -729,7 +728,7 @@ def test_bad_values_leave_outputs_alone() -> None:
     inputs = ready.inputs
     from streamkl_cupy import frameworks
 
-    outputs = RowStats(
+    outputs = ATTENTION_KL.Results(
         *frameworks.empty_rows(inputs.student_q, ATTENTION_KL.rows, ready.checked.row_shape, ready.checked.stat_dtype)
     )
     written = [view for view in outputs if view is not None]

@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import launch, patterns
-from streamkl_cupy.arrays import Gradients, RowStats, Saved
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.compiler.source import flatten
 from streamkl_cupy.kernels import structs, tensor_maps
 from streamkl_cupy.kernels.base import Box
 from streamkl_cupy.kernels.gpus import facts_for_arch
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.planning import Plan, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
 
@@ -163,10 +163,10 @@ class Call:
             Side(operand(side, "q", dim), operand(side, "k", dim), scale)
             for side, dim, scale in zip(groups, dims, rng.uniform(0.1, 2, 2))
         ]
-        self.problem = p = Problem(batch, heads, M, N, *sides, mask, Device("cuda"))
+        self.problem = p = Problem(batch, heads, M, N, tuple(sides), mask, Device("cuda"))
         self.inputs = {name: SimpleNamespace(ptr=next(self.addresses)) for name in INPUT_NAMES}
         row = {name: int(rng.integers(1, 9)) for name in ROWS}
-        self.saved = Saved(**{
+        self.saved = ATTENTION_KL.Saved(**{
             name: SimpleNamespace(ptr=next(self.addresses), strides=(heads * (M * step + i), M * step + i, step))
             for i, (name, step) in enumerate(row.items())
         })  # fmt: skip
@@ -174,7 +174,7 @@ class Call:
             name: SimpleNamespace(ptr=next(self.addresses), shape=p.input_shape(name), dtype="bfloat16")
             for name in INPUT_NAMES
         })  # fmt: skip
-        self.rows = RowStats(**{name: SimpleNamespace(ptr=next(self.addresses)) for name in ROWS[1:]})
+        self.rows = ATTENTION_KL.Results(**{name: SimpleNamespace(ptr=next(self.addresses)) for name in ROWS[1:]})
         self.masks = SimpleNamespace(**{
             name: SimpleNamespace(ptr=next(self.addresses), shape=(batch, count), strides=(2 * count + 3, 2))
             for name, count in (
@@ -190,7 +190,9 @@ class Call:
         self.runner.forward(tuple(self.inputs.values()), self.rows, 7, at, vars(self.masks))
 
     def backward(self, *wrt: str, **room: int) -> None:
-        outputs = Gradients(*(getattr(self.outputs, name) if name in wrt else None for name in INPUT_NAMES))
+        outputs = ATTENTION_KL.Gradients(
+            *(getattr(self.outputs, name) if name in wrt else None for name in INPUT_NAMES)
+        )
         self.runner.backward(
             tuple(self.inputs.values()), self.saved, outputs, 7, self.workspace, vars(self.masks), **room
         )  # fmt: skip
@@ -203,8 +205,8 @@ class Call:
             "n.teacher_group": 2, "n.student_group": 4,
             **{f"n.{x}": getattr(kernel.schedule, x) for x in ("tiles", "head_group", "splits")},
             "n.mask": (*mask, *[0] * (12 - len(mask))),
-            "teacher_numbers.scale": pytest.approx(p.teacher.scale * LOG2E),
-            "student_numbers.scale": pytest.approx(p.student.scale * LOG2E),
+            "teacher_numbers.scale": pytest.approx(p.side("teacher").scale * LOG2E),
+            "student_numbers.scale": pytest.approx(p.side("student").scale * LOG2E),
         }  # fmt: skip
         for name, view in self.inputs.items():
             found[f"{name}.pointer"] = view.ptr
@@ -303,7 +305,7 @@ def test_a_gradient_is_packed_by_name(book: Book, rng: np.random.Generator, name
     (bits, (symbol, got)) = book
     assert book.shapes == shapes(call.runner.plan.mask_bits[0].kernel, kernel)
     assert (bits[0], symbol) == ("streamkl_mask_bits", "streamkl_gradient")
-    side = getattr(call.problem, name[:7])
+    side = call.problem.side(name[:7])
     want = call.expected(kernel, (11, 13, -17, call.masks.key_lengths.ptr, call.workspace)) | gradient(call, side)
     want |= under("out", compact(name, call, getattr(call.outputs, name).ptr))
     check(got, {**want, "partial_slots": 0, "partial_arrivals": 0, "partial_sums": 0}, book)
@@ -331,7 +333,7 @@ def test_both_gradients_of_a_side_are_packed_by_name(
         "streamkl_mask_bits", "streamkl_fused_prepare", "streamkl_fused", "streamkl_fused_finish"
     ]  # fmt: skip
     want = call.expected(fused.main, (11, 13, -17, call.masks.key_lengths.ptr, call.workspace))
-    want |= gradient(call, getattr(call.problem, side)) | {"workspace": call.workspace + plan.mask_bytes}
+    want |= gradient(call, call.problem.side(side)) | {"workspace": call.workspace + plan.mask_bytes}
     for field, which in (("out", "k"), ("out_q", "q")):
         name = f"{side}_{which}"
         want |= under(field, compact(name, call, getattr(call.outputs, name).ptr))
@@ -384,7 +386,7 @@ def test_workspaces_are_as_large_as_what_kernels_put_there(tmp_path: Path, rng: 
         parts = ("packed",) if sequences else ("keys",)
         spec = MaskSpec(parts, (("q_offset_given", 0),) if sequences else ())
         side = Side(q, k, 1.0)
-        problem = Problem(batch, heads, M, N, side, side, spec, Device("cuda"), sequences=sequences)
+        problem = Problem(batch, heads, M, N, (side, side), spec, Device("cuda"), sequences=sequences)
         plan = make_plan(problem, facts_for_arch("sm_90"))
         if not sequences:
             assert 0 <= plan.mask_bytes - 4 * batch * sizes.words(N) < 128
@@ -431,7 +433,7 @@ def test_split_states_fit_the_workspace(rng: np.random.Generator) -> None:
     M, heads = int(rng.integers(1, 64)), int(rng.integers(1, 4))
     q, k = (Operand(heads, n, 64, "float16", (heads * n * 64, n * 64, 64, 1), True) for n in (M, 100_000))
     side = Side(q, k, 1.0)
-    plan = make_plan(Problem(1, heads, M, 100_000, side, side, MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
+    plan = make_plan(Problem(1, heads, M, 100_000, (side, side), MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
     assert plan.forward.schedule.splits > 1
     (floats,) = re.findall(r"kStates = (\d+)", prologue(plan.forward.text))
     assert plan.workspace_bytes == 4 * int(floats) * plan.forward.schedule.splits * M * heads
@@ -472,7 +474,7 @@ def test_a_tensor_map_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, rng:
 def test_tensor_maps_have_the_boxes_that_the_kernel_loads() -> None:
     q, k = (Operand(8, n, 128, "bfloat16", (8 * n * 128, n * 128, 128, 1), True) for n in (4096, 8192))
     side = Side(q, k, 1.0)
-    plan = make_plan(Problem(1, 8, 4096, 8192, side, side, MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
+    plan = make_plan(Problem(1, 8, 4096, 8192, (side, side), MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
     for kernel in (plan.forward, *(x for _, x in plan.gradients), *(x.main for x in plan.fused)):
         by_queries = dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"]
         stationary, streamed = ("_q", "_k") if by_queries else ("_k", "_q")

@@ -42,7 +42,7 @@ def problem(M: int = 8192, N: int = 8192, dims: tuple[int, int] = (64, 64), **op
     ]
     options.pop("aligned", None)
     return Problem(
-        options.pop("batch", 1), heads, M, N, *sides, options.pop("mask", MaskSpec()), Device("cuda"), **options
+        options.pop("batch", 1), heads, M, N, tuple(sides), options.pop("mask", MaskSpec()), Device("cuda"), **options
     )
 
 
@@ -306,8 +306,8 @@ def test_few_queries_of_heads_that_share_keys_are_packed(
     M: int, heads: int, key_heads: tuple[int, int], rows: int, packed: str
 ) -> None:
     what = problem(M=M, N=65536, dims=(128, 128), heads=heads)
-    sides = (replace(side, k=replace(side.k, heads=k)) for side, k in zip((what.teacher, what.student), key_heads))
-    what = replace(what, **dict(zip(ATTENTION_KL.sides, sides)))
+    sides = (replace(side, k=replace(side.k, heads=k)) for side, k in zip(what.distributions, key_heads))
+    what = replace(what, distributions=tuple(sides))
     forward = make_plan(what, facts_for_arch("sm_90")).forward
     together = gcd(*(heads // k for k in key_heads))
     assert forward.tile is not None
@@ -341,8 +341,8 @@ def test_the_one_pass_backward_counts_packs(
     M: int, heads: int, key_heads: tuple[int, int], packs: tuple[int, int], mask: MaskSpec
 ) -> None:
     what = problem(M=M, N=20000, dims=(64, 128), heads=heads, batch=3, mask=mask)
-    sides = (replace(side, k=replace(side.k, heads=k)) for side, k in zip((what.teacher, what.student), key_heads))
-    what = replace(what, **dict(zip(ATTENTION_KL.sides, sides)))
+    sides = (replace(side, k=replace(side.k, heads=k)) for side, k in zip(what.distributions, key_heads))
+    what = replace(what, distributions=tuple(sides))
     p = make_plan(what, facts_for_arch("sm_90"))
     most, count = packs
     assert [fused.side for fused in p.fused] == ["teacher", "student"]

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from streamkl_cupy import arrays
 from streamkl_cupy.compiler.source import cuda_root
 from streamkl_cupy.kernels import KERNELS
-from streamkl_cupy.ops import ATTENTION_KL, OPS
+from streamkl_cupy.ops import OPS
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.rules.scores import SCORES
@@ -148,11 +147,13 @@ def test_an_operation_is_what_its_record_says(name: str) -> None:
 
 
 def test_values_of_a_call_are_as_the_record_has_them() -> None:
-    assert arrays.Inputs._fields == arrays.Gradients._fields == ATTENTION_KL.names
-    assert arrays.Saved._fields == ATTENTION_KL.saved
-    asked = tuple(result for _, _, result in ATTENTION_KL.asked_rows)
-    assert arrays.RowStats._fields == (*ATTENTION_KL.rows, *asked, "moments")
-    assert [result for _, result in ATTENTION_KL.forward.outputs] == list(ATTENTION_KL.rows)
+    for op in OPS.values():
+        assert op.Inputs._fields == op.Gradients._fields == op.names
+        always = (*op.rows, *(name for name, _ in op.vectors))
+        assert op.Results(*always)._fields[: len(always)] == always
+        assert {x.like for x in op.saved} <= set(op.results)
+        assert [x.optional for x in op.saved] == sorted(x.optional for x in op.saved)
+        assert {result for _, result in op.forward.outputs} == set(always)
 
 
 def test_a_kernel_is_a_pair_of_files() -> None:

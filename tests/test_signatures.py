@@ -15,6 +15,7 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import options
 from streamkl_cupy.advice import signatures
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.problem import INPUT_NAMES
 
 X = np.random.default_rng().standard_normal((4, 2, 5, 8)).astype(np.float32)
@@ -200,23 +201,25 @@ def test_torch_compile_traces_it(whose: str, direct: bool) -> None:
 def shared_options(function: Any) -> dict[str, Any]:
     """Those parameters that are no arrays and not this function's alone, with their defaults."""
     parameters = list(inspect.signature(function).parameters.values())
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in options.SHARED}
+    return {
+        p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in options.SHARED["attention_kl"]
+    }
 
 
 @pytest.mark.parametrize("function", functions())
 def test_every_function_has_every_option(function: Any) -> None:
     call, _ = function()
     given = shared_options(call)
-    shared = [name for name, row in options.TABLE.items() if row.shared]
+    shared = [name for name, row in options.TABLES["attention_kl"].items() if row.shared]
     assert given == {**dict.fromkeys(options.MASK_ARRAYS), **{x: options.Options._field_defaults[x] for x in shared}}
-    assert [name for name in given if name in options.TABLE] == shared
+    assert [name for name in given if name in options.TABLES["attention_kl"]] == shared
     assert [name for name in given if name in options.MASK_ARRAYS] == list(options.MASK_ARRAYS)
 
 
 @pytest.mark.parametrize("function", functions())
 def test_what_a_default_says_is_what_leaving_it_out_means(function: Any) -> None:
     call, _ = function()
-    parsed, masks = options.parse(shared_options(call))
+    parsed, masks = options.parse(ATTENTION_KL, shared_options(call))
     assert parsed == options.Options()
     assert masks is options.NO_MASKS
 
@@ -237,7 +240,7 @@ def test_torch_operators_take_every_option() -> None:
     for operator, first in (("attention_kl_forward", 0), ("attention_kl_backward", 6)):
         schema = getattr(torch.ops.streamkl, operator).default._schema
         names = [argument.name for argument in schema.arguments][first:]
-        assert names == [*INPUT_NAMES, *options.MASK_ARRAYS, *options.TABLE, "numbers"]
+        assert names == [*INPUT_NAMES, *options.MASK_ARRAYS, *options.TABLES["attention_kl"], "numbers"]
 
 
 def test_documentation_has_every_option() -> None:

@@ -14,7 +14,6 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import arrays, call, validate
 from streamkl_cupy.arguments import a_kind_of
-from streamkl_cupy.arrays import Inputs
 from streamkl_cupy.frameworks import describe
 from streamkl_cupy.ops import ATTENTION_KL, OperandSpec
 from streamkl_cupy.options import Options, parse
@@ -49,13 +48,13 @@ def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "backend", lambda device: type("Backend", (), {"Runner": Runner}))
 
 
-def views(device: Any = arrays.CPU, dtypes: dict[str, str] | None = None, **shapes: tuple[int, ...]) -> Inputs:
+def views(device: Any = arrays.CPU, dtypes: dict[str, str] | None = None, **shapes: tuple[int, ...]) -> Any:
     """Views of arrays with the given shapes, by default a good call."""
     made = []
     for name, shape in {**S, **shapes}.items():
         x = np.zeros(shape, (dtypes or {}).get(name, "float32"))
         made.append(describe(name, x)._replace(device=device))
-    return Inputs(*made)
+    return ATTENTION_KL.Inputs(*made)
 
 
 def arrays_like(**shapes: Any) -> list[Any]:
@@ -63,33 +62,35 @@ def arrays_like(**shapes: Any) -> list[Any]:
 
 
 def test_a_good_call() -> None:
-    problem = validate.to_problem(views(), Options(causal=True, teacher_scale=-2.0))
+    problem = validate.to_problem(ATTENTION_KL, views(), Options(causal=True, teacher_scale=-2.0))
     assert (problem.batch, problem.heads, problem.queries, problem.keys) == (2, 4, 7, 9)
-    assert (problem.teacher.dim, problem.student.dim) == (8, 16)
-    assert (problem.teacher.group, problem.student.group) == (2, 4)
-    assert (problem.teacher.scale, problem.student.scale) == (-2.0, 0.25)
+    assert (problem.side("teacher").dim, problem.side("student").dim) == (8, 16)
+    assert (problem.side("teacher").group, problem.side("student").group) == (2, 4)
+    assert (problem.side("teacher").scale, problem.side("student").scale) == (-2.0, 0.25)
     assert problem.mask["q_offset"] == 2
-    assert problem.teacher.q.strides == (4 * 7 * 8, 7 * 8, 8, 1)
+    assert problem.side("teacher").q.strides == (4 * 7 * 8, 7 * 8, 8, 1)
 
 
 def test_layout_and_rank() -> None:
     shapes = {name: (b, r, h, d) for name, (b, h, r, d) in S.items()}
-    problem = validate.to_problem(views(**shapes), Options(layout="bnhd"))
+    problem = validate.to_problem(ATTENTION_KL, views(**shapes), Options(layout="bnhd"))
     assert problem.row_shape == (2, 7, 4)
-    assert problem.teacher.q.strides == (7 * 4 * 8, 8, 4 * 8, 1)
-    three = validate.to_problem(views(**{name: shape[1:] for name, shape in S.items()}), Options())
-    assert (three.batch, three.row_shape, three.teacher.k.heads) == (1, (4, 7), 2)
-    two = validate.to_problem(views(**{name: shape[2:] for name, shape in S.items()}), Options())
-    assert (two.heads, two.row_shape, two.teacher.q.strides) == (1, (7,), (0, 0, 8, 1))
+    assert problem.side("teacher").q.strides == (7 * 4 * 8, 8, 4 * 8, 1)
+    three = validate.to_problem(ATTENTION_KL, views(**{name: shape[1:] for name, shape in S.items()}), Options())
+    assert (three.batch, three.row_shape, three.side("teacher").k.heads) == (1, (4, 7), 2)
+    two = validate.to_problem(ATTENTION_KL, views(**{name: shape[2:] for name, shape in S.items()}), Options())
+    assert (two.heads, two.row_shape, two.side("teacher").q.strides) == (1, (7,), (0, 0, 8, 1))
 
 
 @pytest.mark.parametrize("given, kept", [(0, 0), (-3, -3), (-(10**12), -7), (10**12, 9), (9, 9)])
 def test_offsets_beyond_the_ends_change_nothing(given: int, kept: int) -> None:
-    assert validate.to_problem(views(), Options(causal=True, q_offset=given)).mask["q_offset"] == kept
+    assert validate.to_problem(ATTENTION_KL, views(), Options(causal=True, q_offset=given)).mask["q_offset"] == kept
 
 
 def test_extents_of_zero_are_fine() -> None:
-    problem = validate.to_problem(views(**{n: (0, 0, 0, s[3]) for n, s in S.items()}), Options(causal=True))
+    problem = validate.to_problem(
+        ATTENTION_KL, views(**{n: (0, 0, 0, s[3]) for n, s in S.items()}), Options(causal=True)
+    )
     assert problem.row_shape == (0, 0, 0)
 
 
@@ -136,12 +137,12 @@ def test_shapes(shapes: Any, error: Any, text: str) -> None:
 
 def test_dtypes() -> None:
     with pytest.raises(TypeError, match="student_k is float16, but student_q is float32; queries and keys of one side"):
-        validate.to_problem(views(dtypes={"student_k": "float16"}), Options())
+        validate.to_problem(ATTENTION_KL, views(dtypes={"student_k": "float16"}), Options())
     with pytest.raises(
         TypeError, match=r"teacher_q is float64 on cuda:0; allowed on CUDA are .* or compute on the CPU"
     ):
-        validate.to_problem(views(arrays.cuda(0), dict.fromkeys(INPUT_NAMES, "float64")), Options())
-    mixed = validate.to_problem(views(dtypes={"teacher_q": "float64", "teacher_k": "float64"}), Options())
+        validate.to_problem(ATTENTION_KL, views(arrays.cuda(0), dict.fromkeys(INPUT_NAMES, "float64")), Options())
+    mixed = validate.to_problem(ATTENTION_KL, views(dtypes={"teacher_q": "float64", "teacher_k": "float64"}), Options())
     assert mixed.stat_dtype == "float64"
 
 
@@ -149,7 +150,7 @@ def test_devices_and_frameworks() -> None:
     good = views(arrays.cuda(0))
     for other, text in ((arrays.cuda(1), "cuda:1"), (arrays.CPU, "cpu")):
         with pytest.raises(ValueError, match=f"teacher_q is on cuda:0, but student_q is on {text}; .*one device"):
-            validate.to_problem(good._replace(student_q=good.student_q._replace(device=other)), Options())
+            validate.to_problem(ATTENTION_KL, good._replace(student_q=good.student_q._replace(device=other)), Options())
     torch = pytest.importorskip("torch")
     x = arrays_like()
     mixed = [*x[:3], torch.zeros(S["student_k"])]
@@ -234,23 +235,23 @@ def test_options(options: Any, error: Any, text: str) -> None:
 
 
 def test_numbers_of_every_kind_are_one_option() -> None:
-    expected, _ = parse({"teacher_scale": 0.5, "causal": True, "q_offset": 3})
+    expected, _ = parse(ATTENTION_KL, {"teacher_scale": 0.5, "causal": True, "q_offset": 3})
     kinds: list[Any] = [np.float32(0.5), np.float64(0.5), np.array(0.5, np.float16)]
     for module in ("torch", "jax.numpy"):
         library = pytest.importorskip(module)
         kinds.append(getattr(library, "tensor", library.asarray)(0.5))
     for scale in kinds:
-        chosen, _ = parse({"teacher_scale": scale, "causal": np.bool_(True), "q_offset": np.int64(3)})
+        chosen, _ = parse(ATTENTION_KL, {"teacher_scale": scale, "causal": np.bool_(True), "q_offset": np.int64(3)})
         assert chosen == expected
         assert type(chosen.teacher_scale) is float
         assert type(chosen.q_offset) is int
-    assert parse({"teacher_scale": 1})[0].teacher_scale == 1.0
+    assert parse(ATTENTION_KL, {"teacher_scale": 1})[0].teacher_scale == 1.0
 
 
 def test_traced_scale() -> None:
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"teacher_scale is a .*Tracer; allowed are a number known now \(not traced\)"):
-        jax.jit(lambda scale: parse({"teacher_scale": scale})[0].teacher_scale)(1.0)
+        jax.jit(lambda scale: parse(ATTENTION_KL, {"teacher_scale": scale})[0].teacher_scale)(1.0)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,7 @@ def test_teacher_gradient_needs_kl() -> None:
 
 def test_teacher_gradient_of_wide_heads_on_cuda() -> None:
     wide = views(arrays.cuda(0), teacher_q=(2, 4, 7, 576), teacher_k=(2, 2, 9, 576))
-    problem = validate.to_problem(wide, Options())
+    problem = validate.to_problem(ATTENTION_KL, wide, Options())
     validate.gradients_built(problem, ("student_q",))
     with pytest.raises(
         NotImplementedError, match="head dims up to 256 on CUDA, but the teacher's is 576; built for it"
@@ -321,7 +322,7 @@ def test_saved_rows(name: str) -> None:
         call(torch.from_numpy(rows))
     with pytest.raises(TypeError, match=f"{name} is a list, not an array"):
         call(rows.tolist())
-    problem = validate.to_problem(views(), Options())
+    problem = validate.to_problem(ATTENTION_KL, views(), Options())
     away = describe(name, rows)._replace(device=arrays.cuda(0))
     with pytest.raises(ValueError, match=f"student_q is on cpu, but {name} is on cuda:0"):
         validate.row_array(away, problem.row_shape, problem.stat_dtype, views().student_q)
@@ -380,7 +381,7 @@ def test_op(function: Any) -> None:
 def test_operands_are_checked_as_their_operation_says() -> None:
     """Of one whose record has one side, with three operands: the third has the keys' heads and rows, not their dim."""
     side = ("query", "q", "H", "D"), ("key", "k", "H_k", "D"), ("value", "k", "H_k", "D_v")
-    specs = tuple(OperandSpec(name, "side", rows, heads, dim, max_dim=256) for name, rows, heads, dim in side)
+    specs = tuple(OperandSpec(name, "side", rows, heads, dim, 256, name == "value") for name, rows, heads, dim in side)
     op = dataclasses.replace(ATTENTION_KL, name="third", operands=specs, like="query", wrt=("query",))
     good = {"query": (2, 4, 7, 8), "key": (2, 2, 9, 8), "value": (2, 2, 9, 5)}
 

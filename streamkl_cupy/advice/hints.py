@@ -34,7 +34,7 @@ def look(inputs: Inputs, chosen: Options, problem: Problem) -> None:
         return
     _empty_rows(chosen, problem)
     _layout(inputs, problem)
-    if problem.device.kind == "cpu":
+    if problem.device.kind == "cpu" and len(problem.distributions) > 1:
         _maps(inputs, problem)
 
 
@@ -56,7 +56,8 @@ def _empty_rows(chosen: Options, problem: Problem) -> None:
 def _layout(inputs: Inputs, problem: Problem) -> None:
     """(B, N, H, D) arrays that were taken for (B, H, N, D): very many heads, of as few rows as there are heads."""
     heads, queries, keys = problem.heads, problem.queries, problem.keys
-    alike = heads == problem.teacher.k.heads == problem.student.k.heads
+    like = inputs[problem.operation.at]
+    alike = all(heads == side.k.heads for side in problem.distributions)
     # Who folds the batch into the heads has a batch of 1, and the same number of rows and keys.
     folded = problem.batch == 1 and queries == keys
     if (
@@ -69,14 +70,15 @@ def _layout(inputs: Inputs, problem: Problem) -> None:
     ):
         _warn(
             "layout",
-            f"student_q of shape {inputs.student_q.shape} means {heads} heads of {queries} rows each; if it is (batch, "
+            f"{like.name} of shape {like.shape} means {heads} heads of {queries} rows each; if it is (batch, "
             f'rows, heads, head dim), pass layout="bnhd"',
         )
 
 
 def _maps(inputs: Inputs, problem: Problem) -> None:
     """Attention maps in the place of queries and keys."""
-    if problem.teacher.dim == problem.student.dim > 1 and all(map(_is_map, inputs)):
+    first, *others = (side.dim for side in problem.distributions)
+    if first > 1 and all(dim == first for dim in others) and all(map(_is_map, inputs)):
         _warn(
             "maps",
             "all four arrays look like attention maps: their values lie between 0 and 1, and their rows sum to 1. "

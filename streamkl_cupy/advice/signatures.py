@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from ..ops import ATTENTION_KL, Op
 from ..options import SHARED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -119,9 +120,12 @@ _functions: dict[str, frozenset[str]] = {}
 
 
 def public(
-    run: Callable[..., Any], too_many: str | None = None, outside_programs: Callable[..., Any] | None = None
+    run: Callable[..., Any],
+    too_many: str | None = None,
+    outside_programs: Callable[..., Any] | None = None,
+    op: Op = ATTENTION_KL,
 ) -> Callable[[_F], _F]:
-    """Decorate a signature and its documentation to be the function that people call.
+    """Decorate a signature and its documentation to be the function of an operation that people call.
 
     `run(arrays, options, **own)` does the work: the arrays in their order, those options of the table that were given,
     by name, and all that are this function's alone. Wrong keywords and numbers of arrays are answered by name.
@@ -130,13 +134,15 @@ def public(
     translated nor to be run on stand-ins.
     """
 
+    shared = SHARED[op.name]
+
     def decorate(function: _F) -> _F:
         signature = inspect.signature(function)
         arrays = tuple(p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
         own = {
             p.name: p.default
             for p in signature.parameters.values()
-            if p.kind is p.KEYWORD_ONLY and p.name not in SHARED
+            if p.kind is p.KEYWORD_ONLY and p.name not in shared
         }
         places, known, name = len(arrays), frozenset(signature.parameters), function.__name__
 
@@ -154,7 +160,7 @@ def public(
                 args = (*args, *[options.pop(argument) for argument in arrays[len(args) :]])
             alone = {option: options.pop(option, default) for option, default in own.items()} if options else own
             for option in options:
-                if option not in SHARED:
+                if option not in shared:
                     raise TypeError(f"{name}() got multiple values for argument {option!r}")
             if outside_programs is not None:
                 compiler = getattr(sys.modules.get("torch"), "compiler", None)

@@ -55,12 +55,12 @@ class Work:
     @property
     def side(self) -> Side:
         """The side that is differentiated."""
-        return self.problem.teacher if self.task.side == "teacher" else self.problem.student
+        return self.problem.side(self.task.side) if self.task.side else self.problem.distributions[-1]
 
     @property
     def other_side(self) -> Side:
         """The side whose scores are only recomputed."""
-        return self.problem.student if self.task.side == "teacher" else self.problem.teacher
+        return next(side for name, side in self.problem.sides.items() if name != self.task.side)
 
     @property
     def sharing_heads(self) -> int:
@@ -153,16 +153,16 @@ class Work:
         return 3 if self.turned else self.mask_level
 
     @property
-    def sides(self) -> tuple[Side, Side]:
-        return self.problem.teacher, self.problem.student
+    def sides(self) -> tuple[Side, ...]:
+        return self.problem.distributions
 
     @property
     def float32(self) -> bool:
-        return "float32" in (self.problem.teacher.dtype, self.problem.student.dtype)
+        return "float32" in [side.dtype for side in self.sides]
 
     @property
     def dim(self) -> int:
-        return max(self.problem.teacher.dim, self.problem.student.dim)
+        return max(side.dim for side in self.sides)
 
 
 @dataclass(frozen=True)
@@ -418,12 +418,7 @@ class Kernel(ABC, Generic[Row]):
         smem_bytes = self.smem_bytes(work, tile)
         parts, scores = parts_of(problem.mask), [score_of(side) for side in work.sides]
         constants: dict[str, int | float | str] = {
-            "SKL_T_ELEMENT": ELEMENT_CODES[problem.teacher.dtype],
-            "SKL_S_ELEMENT": ELEMENT_CODES[problem.student.dtype],
-            "SKL_T_DIM": problem.teacher.dim,
-            "SKL_S_DIM": problem.student.dim,
-            "SKL_T_SCORE": scores[0].struct,
-            "SKL_S_SCORE": scores[1].struct,
+            **{f"SKL_{name[0].upper()}_{x}": y for name, side in problem.sides.items() for x, y in _of_side(side)},
             # One text for both precisions where no float32 is involved.
             "SKL_PLANES": PLANES[problem.precision if work.float32 else "highest"],
             "SKL_ROWS": tile.rows,
@@ -538,8 +533,12 @@ def _with_slots(schedule: Schedule, slots: int, work: Work, tile: TileRow) -> Sc
     return replace(schedule, partial_slots=slots, arrivals_bytes=sizes["arrivals"], partial_bytes=sum(sizes.values()))
 
 
+def _of_side(side: Side) -> tuple[tuple[str, int | str], ...]:
+    return (("ELEMENT", ELEMENT_CODES[side.dtype]), ("DIM", side.dim), ("SCORE", score_of(side).struct))
+
+
 def _args(problem: Problem) -> Args:
-    teacher, student = (tuple(score_of(side).numbers(1.0)) for side in (problem.teacher, problem.student))
+    teacher, student = (tuple(score_of(side).numbers(1.0)) for side in problem.distributions)
     return args_of(teacher, student)
 
 

@@ -101,4 +101,4 @@ def packed_rows(work: Work) -> int:
 
 def held_steps(work: Work, held: int) -> int:
     """Steps of the teacher's stationary rows that a tile row would keep in registers, as far as there are so many."""
-    return min(held, -(-work.problem.teacher.dim // 16))
+    return min(held, -(-work.sides[0].dim // 16))

@@ -68,7 +68,7 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
     M, N = problem.queries if queries is None else queries, problem.keys if keys is None else keys
     m = max(min(M, _tallest(problem, M), _shared(problem.batch * problem.heads, M, threads)), 1)
     n = max(min(N, max(KEY_TILE, min(BLOCK_ELEMENTS // m, LONGEST_KEY_TILE))), 1)
-    width = problem.teacher.dim + problem.student.dim
+    width = sum(side.dim for side in problem.distributions)
     heads = batches = 1
     alike = problem.mask.pattern is None or problem.mask.pattern.heads == 1
     if problem.heads > 0 and alike:
@@ -84,7 +84,7 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
     blocks = -(-problem.batch // batches) * -(-problem.heads // heads) * -(-M // m)
     buffers = _buffers(problem, batches * heads, m, n)
     scratch = sum(buffers.values())
-    product = max(min(heads, x.group) * m * n * x.dim for x in (problem.teacher, problem.student))
+    product = max(min(heads, x.group) * m * n * x.dim for x in problem.distributions)
     itemsize = np.dtype(problem.stat_dtype).itemsize
     threads = max(min(threads, blocks), 1)
     return NumPyPlan(problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize, product, threads, buffers)
@@ -95,14 +95,14 @@ def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
     sizes = dict.fromkeys(divergences.of(problem).tile_buffers, heads * m * n)
     if problem.entropy:
         sizes["entropy"] = heads * m * n
-    for name, side in (("teacher", problem.teacher), ("student", problem.student)):
+    for name, side in problem.sides.items():
         dim = side.dim
         sizes[f"{name}_logits"] = heads * m * n
         if not score_of(side).linear:
             sizes[f"{name}_slopes"] = heads * m * n
         sizes[f"{name}_q"] = sizes[f"{name}_qw"] = heads * m * dim
         sizes[f"{name}_k"] = heads * n * dim
-    sizes["product"] = heads * max(m, n) * max(problem.teacher.dim, problem.student.dim)
+    sizes["product"] = heads * max(m, n) * max(side.dim for side in problem.distributions)
     return sizes
 
 
@@ -132,4 +132,4 @@ def threads_for(scores: int, each: float = math.inf) -> int:
 
 def head_group(problem: Problem) -> int:
     """Query heads that share no key head with others, on either side."""
-    return math.lcm(problem.teacher.group, problem.student.group)
+    return math.lcm(*(side.group for side in problem.distributions))

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, RowStats, Saved, host
+from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved, host
 from ..concurrency.threads import Team, Turn
 from ..problem import Problem
 from ..rules import divergences
@@ -129,7 +129,7 @@ class Runner:
         return 0
 
     def forward(
-        self, inputs: Inputs, outputs: RowStats, stream: int = 0, workspace: int = 0, masks: MaskArrays | None = None
+        self, inputs: Inputs, outputs: Results, stream: int = 0, workspace: int = 0, masks: MaskArrays | None = None
     ) -> None:
         """Write KL and both log-sum-exps of every row.
 
@@ -139,7 +139,7 @@ class Runner:
         op = self.problem.operation
         segments, count = self._segments(masks)
         views = self._views(inputs)
-        rows = [self._rows(name, x) for name, x in zip(RowStats._fields, outputs, strict=True) if x is not None]
+        rows = [self._rows(name, x) for name, x in zip(op.results, outputs, strict=True) if x is not None]
         if self.problem.sequences:  # rows after the last sequence
             for out, empty in zip(rows, (0, -np.inf, -np.inf, *(0 for _ in rows[3:])), strict=True):
                 out[...] = empty
@@ -179,7 +179,7 @@ class Runner:
         op = self.problem.operation
         segments, count = self._segments(masks)
         views, grads = self._views(inputs), self._views(outputs)
-        rows = {name: self._rows(name, x) for name, x in zip(Saved._fields, saved, strict=True) if x is not None}
+        rows = {name: self._rows(name, x) for name, x in zip(op.Saved._fields, saved, strict=True) if x is not None}
         for x in grads.values():
             x[...] = 0
 
@@ -190,7 +190,7 @@ class Runner:
                 for b, h in self._groups(segment):
                     keys = {
                         name: grads_here[name][b, slice(h.start // side.group, h.stop // side.group)]
-                        for name, side in (("teacher_k", self.problem.teacher), ("student_k", self.problem.student))
+                        for name, side in [(f"{side}_k", x) for side, x in self.problem.sides.items()]
                         if name in grads_here
                     }
                     blocks = deque(self._blocks(segment, b, h))
@@ -301,7 +301,8 @@ class Runner:
 
     def _halves(self, views: dict[str, Array], at: Block, scratch: Scratch) -> tuple[Half, Half]:
         p = self.problem
-        return Half("teacher", p.teacher, views, at, scratch), Half("student", p.student, views, at, scratch)
+        teacher, student = (Half(name, side, views, at, scratch) for name, side in p.sides.items())
+        return teacher, student
 
     def _block_forward(
         self, views: dict[str, Array], segment: Segment, at: Block, scratch: Scratch, team: Team[Any]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .attention_kl import OP as ATTENTION_KL
-from .interface import Op, OperandSpec, Task
+from .interface import Op, OperandSpec, SavedSpec, Task
 
-__all__ = ["ATTENTION_KL", "OPS", "Op", "OperandSpec", "Task"]
+__all__ = ["ATTENTION_KL", "OPS", "Op", "OperandSpec", "SavedSpec", "Task"]
 
 OPS: dict[str, Op] = {op.name: op for op in (ATTENTION_KL,)}

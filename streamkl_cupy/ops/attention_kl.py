@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias, get_args
 
-from .interface import Op, OperandSpec, Task
+from .interface import Op, OperandSpec, SavedSpec, Task
 
 InputName = Literal["teacher_q", "teacher_k", "student_q", "student_k"]
 Wrt: TypeAlias = tuple[InputName, ...]
@@ -22,7 +22,14 @@ OP = Op(
     like="student_q",
     rows=("kl", "teacher_lse", "student_lse"),
     asked_rows=(("entropy", "entropy", "teacher_entropy"),),
-    saved=("grad", "teacher_lse", "student_lse", "kl", "moments"),
+    ruled_rows=("moments",),
+    saved=(
+        SavedSpec("grad", "kl"),
+        SavedSpec("teacher_lse", "teacher_lse"),
+        SavedSpec("student_lse", "student_lse"),
+        SavedSpec("kl", "kl", optional=True),
+        SavedSpec("moments", "moments", optional=True),
+    ),
     wrt=STUDENT,
     forward=Task("forward", outputs=(("value", "kl"), ("teacher_lse", "teacher_lse"), ("student_lse", "student_lse"))),
     gradients=(
@@ -37,4 +44,5 @@ OP = Op(
     ),
     max_gradient_dim=256,
     rules=("divergence", "score", "mask"),
+    settings=(("divergence", "divergence"), ("return_entropy", "entropy")),
 )

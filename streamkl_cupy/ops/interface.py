@@ -5,10 +5,11 @@ Whoever handles operands asks this record which of them is whose: nothing takes 
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class OperandSpec(NamedTuple):
@@ -26,6 +27,8 @@ class OperandSpec(NamedTuple):
     """The same of its columns."""
     max_dim: int
     """Most columns, on any device."""
+    extra: bool = False
+    """Whether it is another array of its side than the queries and keys whose products are the logits."""
 
     @property
     def axes(self) -> tuple[str, str, str, str]:
@@ -60,6 +63,16 @@ class Task(NamedTuple):
         return tuple([name for _, name in self.outputs])
 
 
+class SavedSpec(NamedTuple):
+    """One array that a backward reads besides the operands."""
+
+    name: str
+    like: str
+    """The result of the forward whose shape and type it has: the one that it is, or is the derivative of."""
+    optional: bool = False
+    """Whether there are backwards that do not read it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """An operation. There is one object of each."""
@@ -70,10 +83,8 @@ class Op:
     """The operand whose framework, device and stream are the call's."""
     rows: tuple[str, ...]
     """Results of a forward, one value for each query row; the first is what reductions take."""
-    asked_rows: tuple[tuple[str, str, str], ...]
-    """Further results of a forward: (field of the problem that asks for it, of the kernel's arguments, result)."""
-    saved: tuple[str, ...]
-    """What a backward reads of each row: the derivative of the first of `rows`, and what the forward left."""
+    saved: tuple[SavedSpec, ...]
+    """What a backward reads: derivatives of results, and what the forward left. What is optional comes last."""
     wrt: tuple[str, ...]
     """Operands by which it is differentiated where nothing is said."""
     forward: Task
@@ -85,6 +96,49 @@ class Op:
     """Of the rows of what is differentiated on a GPU."""
     rules: tuple[str, ...]
     """Which rules its kernels include: "mask", "divergence", "score"."""
+    asked_rows: tuple[tuple[str, str, str], ...] = ()
+    """Further results of a forward: (field of the problem that asks for it, of the kernel's arguments, result)."""
+    ruled_rows: tuple[str, ...] = ()
+    """Results that only some of the rules' entries have, with axes of their own after the row's."""
+    vectors: tuple[tuple[str, str], ...] = ()
+    """Results with columns for each query row, in the type of the operands: (name, the letter of these columns)."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Options that kernels read and nothing else has said yet: (option, field of the problem)."""
+
+    # The arrays of a call are tuples of these types: views, addresses or arrays, None for what there is not.
+
+    @cached_property
+    def Inputs(self) -> Any:
+        """A tuple with a field for each operand."""
+        return namedtuple("Inputs", self.names)
+
+    @cached_property
+    def Gradients(self) -> Any:
+        """A tuple with a field for the gradient of each operand."""
+        return namedtuple("Gradients", self.names)
+
+    @cached_property
+    def Results(self) -> Any:
+        """A tuple with a field for each result of a forward; those that not every call has are None by default."""
+        optional = len(self.asked_rows) + len(self.ruled_rows)
+        return namedtuple("Results", self.results, defaults=(None,) * optional)
+
+    @cached_property
+    def Saved(self) -> Any:
+        """A tuple with a field for each array that a backward reads."""
+        optional = sum(x.optional for x in self.saved)
+        return namedtuple("Saved", [x.name for x in self.saved], defaults=(None,) * optional)
+
+    @cached_property
+    def results(self) -> tuple[str, ...]:
+        """Names of all that a forward may give: those that every call has come first."""
+        always = (*self.rows, *(name for name, _ in self.vectors))
+        return (*always, *(name for _, _, name in self.asked_rows), *self.ruled_rows)
+
+    @cached_property
+    def differentiable(self) -> tuple[str, ...]:
+        """Results whose derivatives a backward reads."""
+        return tuple(x.like for x in self.saved if x.name != x.like)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -120,6 +174,15 @@ class Op:
     def side(self, side: str) -> tuple[OperandSpec, ...]:
         """The operands of a side."""
         return tuple(x for x in self.operands if x.side == side)
+
+    def pair(self, side: str) -> tuple[OperandSpec, OperandSpec]:
+        """The queries and the keys of a side, whose products are its logits."""
+        q, k = sorted((x for x in self.side(side) if not x.extra), key=lambda x: "qk".index(x.rows))
+        return q, k
+
+    def option(self, side: str, what: str) -> str:
+        """The option that says something of a side; of the only one it needs no name."""
+        return f"{side}_{what}" if len(self.sides) > 1 else what
 
     def on(self, sides: Collection[str], names: Collection[str]) -> tuple[str, ...]:
         """Those of the names, in their order, whose operands belong to one of the sides."""
