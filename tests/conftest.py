@@ -43,6 +43,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--passed", metavar="FILE", help="leave out tests that FILE lists, and add those that pass to it")
     parser.addoption("--seed", type=int, default=None, help="repeat a run's random inputs (the seed is in its header)")
 
 
@@ -70,11 +71,22 @@ def gpu_missing() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if file := config.getoption("--passed"):
+        known = set(Path(file).read_text(encoding="utf-8").splitlines() if Path(file).exists() else ())
+        items[:] = [item for item in items if item.nodeid not in known]
     for item in items:
         if "gpu" in item.keywords and gpu_missing():
             item.add_marker(pytest.mark.skip(reason=gpu_missing()))
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    worker = hasattr(session.config, "workerinput")
+    if (file := session.config.getoption("--passed")) and reporter is not None and not worker:
+        with Path(file).open("a", encoding="utf-8") as listed:
+            listed.writelines(f"{report.nodeid}\n" for report in reporter.stats.get("passed", []))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
