@@ -288,8 +288,8 @@ def prepare(op: Op, inputs: Inputs, options: Options, masks: MaskArrays | None =
     # view[1:6] is framework, device, dtype, shape and strides; the address matters by its alignment only.
     key: Any = (
         op,
-        *[view[1:6] for view in inputs],
-        *[view.ptr & 15 for view in inputs],
+        *[view and view[1:6] for view in inputs],
+        *[view and view.ptr & 15 for view in inputs],
         _named(options),
         deterministic,
     )

@@ -79,13 +79,13 @@ def test_flags_of_xla(monkeypatch: pytest.MonkeyPatch, flags: str, wanted: bool)
 def test_jax_programs_know_the_flag(monkeypatch: pytest.MonkeyPatch, said: bool | None) -> None:
     pytest.importorskip("jax")
     jnp = pytest.importorskip("jax.numpy")
-    front = pytest.importorskip("streamkl_cupy.jax")
+    front = pytest.importorskip("streamkl_cupy.autodiff.jax")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
     x = tuple(jnp.asarray(a) for a in make(M=20, N=30, D_t=16).arrays)
     given = Call.of(ATTENTION_KL, x, {"deterministic": said})
-    assert front._config(given).options.deterministic is (said is not False)
+    assert front.config_of(given).options.deterministic is (said is not False)
     monkeypatch.delenv("XLA_FLAGS")
-    assert front._config(given).options.deterministic is bool(said)
+    assert front.config_of(given).options.deterministic is bool(said)
 
 
 def test_plan_and_warmup_say_the_same(torch_switched: Any) -> None:

@@ -21,6 +21,7 @@ OP = Op(
     ),
     like="student_q",
     rows=("kl", "teacher_lse", "student_lse"),
+    log_sum_exps=("teacher_lse", "student_lse"),
     asked_rows=(("entropy", "entropy", "teacher_entropy"),),
     ruled_rows=("moments",),
     saved=(

@@ -9,6 +9,7 @@ from collections import namedtuple
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 
@@ -29,6 +30,8 @@ class OperandSpec(NamedTuple):
     """Most columns, on any device."""
     extra: bool = False
     """Whether it is another array of its side than the queries and keys whose products are the logits."""
+    optional: bool = False
+    """Whether a call may have None in its place."""
 
     @property
     def axes(self) -> tuple[str, str, str, str]:
@@ -83,6 +86,8 @@ class Op:
     """The operand whose framework, device and stream are the call's."""
     rows: tuple[str, ...]
     """Results of a forward, one value for each query row; the first is what reductions take."""
+    log_sum_exps: tuple[str, ...]
+    """Which of the results are those: -inf for a row without a key, which has 0 in all others."""
     saved: tuple[SavedSpec, ...]
     """What a backward reads: derivatives of results, and what the forward left. What is optional comes last."""
     wrt: tuple[str, ...]
@@ -134,6 +139,11 @@ class Op:
         """Names of all that a forward may give: those that every call has come first."""
         always = (*self.rows, *(name for name, _ in self.vectors))
         return (*always, *(name for _, _, name in self.asked_rows), *self.ruled_rows)
+
+    @cached_property
+    def empty(self) -> dict[str, float]:
+        """What a row without a key has of each result."""
+        return {name: -inf if name in self.log_sum_exps else 0.0 for name in self.results}
 
     @cached_property
     def differentiable(self) -> tuple[str, ...]:
