@@ -245,6 +245,18 @@ def parse(op: Op, given: Mapping[str, Any], symbols: bool = False) -> tuple[Any,
     return options, tuple([given.get(name) for name in MASK_ARRAYS]) if masked else NO_MASKS
 
 
+def further_results(op: Op, options: Any) -> dict[str, tuple[int, ...]]:
+    """Results of a call beyond those that every call has, and the axes that each has after the row's."""
+    asking = {field: option for option, field in op.settings}
+    found: dict[str, tuple[int, ...]] = {
+        name: () for field, _, name in op.asked_rows if getattr(options, asking[field])
+    }
+    for name in op.ruled_rows:  # an entry says under that name how many it has
+        if count := getattr(DIVERGENCES[options.divergence], name):
+            found[name] = (count,)
+    return found
+
+
 def _check_parameters(options: Options, static: Mapping[str, Any]) -> None:
     """Refuse numbers that the divergence does not have, or cannot have."""
     known = DIVERGENCES[options.divergence].parameters

@@ -155,6 +155,9 @@ def test_values_of_a_call_are_as_the_record_has_them() -> None:
         assert set(op.log_sum_exps) <= set(op.results)
         assert [x.optional for x in op.saved] == sorted(x.optional for x in op.saved)
         assert {result for _, result in op.forward.outputs} == set(always)
+        # Where nothing comes from above for one of several results, its derivative is zeros like that result.
+        kept = {x.name for x in op.saved if x.name == x.like and not x.optional}
+        assert len(op.differentiable) == 1 or {x.like for x in op.saved if not x.optional} <= kept
 
 
 def test_a_kernel_is_a_pair_of_files() -> None:

@@ -20,6 +20,7 @@ from streamkl_cupy.testing import reference
 
 torch = pytest.importorskip("torch")
 front = importlib.import_module("streamkl_cupy.torch")
+autodiff = importlib.import_module("streamkl_cupy.autodiff.torch")
 attention_kl = front.attention_kl
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -31,6 +32,14 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-3, tor
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def forward_op(*args: Any) -> Any:
+    return autodiff._operators["attention_kl"].forward(*args)
+
+
+def backward_op(*args: Any) -> Any:
+    return autodiff._operators["attention_kl"].backward(*args)
 
 
 def operands(
@@ -107,8 +116,9 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which operators the backward went through; none on the short way."""
     seen: list[str] = []
-    real = front._backward_op
-    monkeypatch.setattr(front, "_backward_op", lambda *args: seen.append("backward") or real(*args))
+    known = autodiff._operators["attention_kl"]
+    real = known.backward
+    monkeypatch.setattr(known, "backward", lambda *args: seen.append("backward") or real(*args))
     return seen
 
 
@@ -267,11 +277,11 @@ def test_names_that_torch_may_drop_are_done_without(device: str, name: str, monk
 @pytest.mark.parametrize("wanted", [(False, False, True, True), (True, True, True, True), (False, True, False, False)])
 def test_operators_pass_torchs_own_checks(device: str, wanted: tuple[bool, ...]) -> None:
     x = operands(device)
-    rows = front._forward_op(*x, *NO_MASK, *DEFAULTS)
-    torch.library.opcheck(front._forward_op, (*x, *NO_MASK, *DEFAULTS))
+    rows = forward_op(*x, *NO_MASK, *DEFAULTS)
+    torch.library.opcheck(autodiff._operators["attention_kl"].forward, (*x, *NO_MASK, *DEFAULTS))
     grad = torch.ones_like(rows[0])
     saved = (grad, rows[1], rows[2], rows[0], None)
-    torch.library.opcheck(front._backward_op, (*saved, list(wanted), *x, *NO_MASK, *DEFAULTS))
+    torch.library.opcheck(autodiff._operators["attention_kl"].backward, (*saved, list(wanted), *x, *NO_MASK, *DEFAULTS))
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
@@ -287,12 +297,12 @@ def test_fake_results_look_like_real_ones(teacher: Any, student: Any, layout: st
         student_scale=0.5, causal=True, q_offset=3, window=(5, 0), layout=layout, deterministic=True,
         return_entropy=bool(np.random.default_rng().integers(2)),
     )  # fmt: skip
-    real = front._forward_op(*x, *NO_MASK, *options)
-    grads = front._backward_op(real[0], *real[1:3], real[0], None, [True] * 4, *x, *NO_MASK, *options)
+    real = forward_op(*x, *NO_MASK, *options)
+    grads = backward_op(real[0], *real[1:3], real[0], None, [True] * 4, *x, *NO_MASK, *options)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_x = [mode.from_tensor(t) for t in x]
-        fake = front._forward_op(*fake_x, *NO_MASK, *options)
-        fake_grads = front._backward_op(fake[0], *fake[1:3], fake[0], None, [True] * 4, *fake_x, *NO_MASK, *options)
+        fake = forward_op(*fake_x, *NO_MASK, *options)
+        fake_grads = backward_op(fake[0], *fake[1:3], fake[0], None, [True] * 4, *fake_x, *NO_MASK, *options)
     for a, b in zip((*real, *grads), (*fake, *fake_grads)):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
 
@@ -306,7 +316,7 @@ def test_importing_again_registers_again() -> None:
 
 def test_operator_called_directly_differentiates_once() -> None:
     x = operands(grad=["student_q"])
-    rows = front._forward_op(*x, *NO_MASK, *DEFAULTS)
+    rows = forward_op(*x, *NO_MASK, *DEFAULTS)
     (grad,) = torch.autograd.grad(rows[0].sum(), x[2], create_graph=True)
     close(grad, dense_grads(x, np.ones((2, 4, 5))).student_q)
     with pytest.raises(NotImplementedError, match="streamkl_cupy"):
@@ -353,7 +363,7 @@ def test_no_gradient_takes_the_direct_way(launches: list[tuple[str, ...]], monke
     def refuse(*args: Any) -> None:
         raise AssertionError("the autograd.Function was used")
 
-    monkeypatch.setattr(front._AttentionKL, "apply", refuse)
+    monkeypatch.setattr(autodiff._Transformed, "apply", refuse)
     x = operands(grad=INPUT_NAMES)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
