@@ -1,1 +1,1 @@
-"""How frameworks differentiate an operation: what is the same for all operations, in a module for each framework."""
+"""How frameworks differentiate an operation, whichever it is: a module each, imported by the framework's own door."""

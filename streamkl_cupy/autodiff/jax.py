@@ -55,7 +55,7 @@ TESTED_JAX = "0.8 to 0.11"
 
 _NO_SECOND_ORDER = (
     "streamkl_cupy.{op} has first-order gradients only: its backward cannot be differentiated again. "
-    "Use a dense definition where second-order terms are needed."
+    "Compute it densely where second-order terms are needed."
 )
 _NO_FORWARD_MODE = (
     "streamkl_cupy.{op} has reverse-mode gradients only: it cannot propagate a forward-mode tangent (jax.jvp, "
@@ -263,11 +263,12 @@ def forward(config: Config, inputs: _Operands, masks: _Masks) -> Results:
 def backward(config: Config, wrt: tuple[str, ...], inputs: _Operands, masks: _Masks, saved: Saved) -> dict[str, Any]:
     """Trace a backward launch: the gradients named in `wrt`. `saved` is what `needed` leaves."""
     op = config.op
-    if constant := [name for name in wrt if name not in (task.name for task in op.gradients)]:
-        raise NotImplementedError(
-            f"gradients of {op.name} to {' and '.join(constant)} are not built; pass "
-            f"jax.lax.stop_gradient({constant[0]})"
-        )
+    for name in wrt:
+        if name not in [task.name for task in op.gradients]:
+            raise NotImplementedError(
+                f"{name} is differentiated by, and streamkl_cupy.{op.name} has no gradient by it; pass "
+                f"jax.lax.stop_gradient({name})"
+            )
     problem = _check(config, inputs, masks, wrt)
     shapes = results_of(problem)
     read = {spec.name: (x, *shapes[spec.like]) for spec, x in zip(op.saved, saved, strict=True) if x is not None}
@@ -284,7 +285,7 @@ def backward(config: Config, wrt: tuple[str, ...], inputs: _Operands, masks: _Ma
         grads = tuple(jnp.zeros(x.shape, x.dtype) for x in results.values())
     else:
         arrange = _Arrangement(op, config.options, problem.rank, tuple(operands), tuple(masked))
-        callback = _backward_callback(arrange, tuple(read), wrt)
+        callback = _backward_callback(arrange, tuple(read), tuple(results))
         everything = (*results.values(), *_workspace(runner_for(problem).backward_bytes(wrt)))
         grads = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))(*like)[: len(results)]
     return dict(zip(results, _marked(grads, like), strict=True))

@@ -31,7 +31,7 @@ class OperandSpec(NamedTuple):
     extra: bool = False
     """Whether it is another array of its side than the queries and keys whose products are the logits."""
     optional: bool = False
-    """Whether a call may have None in its place."""
+    """Whether there are calls without it, in which it is None."""
 
     @property
     def axes(self) -> tuple[str, str, str, str]:
