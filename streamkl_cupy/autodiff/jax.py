@@ -47,7 +47,7 @@ from ..call import Call, prepare, results_of, runner_for
 from ..frameworks.dlpack import pointer_of
 from ..frameworks.jax import xla_deterministic
 from ..ops import Op
-from ..options import MASK_ARRAYS
+from ..options import MASK_ARRAYS, NO_MASKS
 from ..problem import Device, Problem, compact_strides
 from ..rules import masks as rules
 
@@ -95,7 +95,8 @@ def config_of(call: Call) -> Config:
     if options.deterministic is None:
         options = options._replace(deterministic=xla_deterministic())
     config = Config(op, options, platform_of(operands[op.at]))
-    _check_masks(config, operands, masks)
+    if masks is not NO_MASKS:
+        _check_masks(config, operands, masks)
     return config
 
 
@@ -362,43 +363,41 @@ class _Arrangement(NamedTuple):
     masked: tuple[str, ...]
     """Arrays of the mask, which come after the operands."""
 
-    def calls(
-        self, ctx: Any, buffers: Sequence[Any], more: tuple[str, ...], out: Sequence[Any]
-    ) -> Iterator[tuple[int, list[arrays.ArrayView], arrays.MaskArrays | None]]:
-        """Stream, views and those of the mask of each launch. `more` names what comes after the mask's arrays, and what
-        is written. Views are in the order of the operands, then of `more`."""
+    def views(
+        self, buffers: Sequence[Any], more: tuple[str, ...], out: Sequence[Any]
+    ) -> tuple[list[arrays.ArrayView], arrays.MaskArrays]:
+        """Those of the operands, then of `more`, which names what comes after the mask's arrays and what is written.
+        Beside them those of the mask."""
         first = len(self.operands)
         last = first + len(self.masked)
         views = list(map(_view, (*self.operands, *more), (*buffers[:first], *buffers[last:], *out)))
-        masks = {name: _view(name, buffer) for name, buffer in zip(self.masked, buffers[first:last], strict=True)}
-        stream = ctx.stream if views[0].device.kind == "cuda" else 0
-        for part, seen in _unfold(views, masks, self.rank - 1, self.options.layout):
-            yield stream, part, seen
+        return views, {name: _view(name, buffer) for name, buffer in zip(self.masked, buffers[first:last], strict=True)}
 
 
-def _tuple(kind: Any, names: tuple[str, ...], views: Sequence[arrays.ArrayView]) -> Any:
-    """Views of these names as one of the record's tuples, with None for others."""
-    found = dict(zip(names, views, strict=True))
-    return kind(*map(found.get, kind._fields))
+def _filled(kind: Any, names: tuple[str, ...]) -> Callable[[Sequence[Any]], Any]:
+    """What makes of views of these names one of the record's tuples, with None for all others."""
+    order = [names.index(name) if name in names else None for name in kind._fields]
+    return lambda views: kind(*[None if i is None else views[i] for i in order])
 
 
 @_kept_by_programs
 def _forward_callback(arrangement: _Arrangement, results: tuple[str, ...]) -> Callable[..., None]:
     """Launches a forward."""
-    op, options, _, operands, _ = arrangement
-    count = len(operands)
+    op, options, rank, operands, _ = arrangement
+    first, count = len(operands), len(results)
+    inputs_of, outputs_of = _filled(op.Inputs, operands), _filled(op.Results, results)
 
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
-        written = out[: len(results)]
-        for stream, part, seen in arrangement.calls(ctx, buffers, results, written):
-            inputs = _tuple(op.Inputs, operands, part[:count])
+        views, masks = arrangement.views(buffers, results, out[:count])
+        stream = ctx.stream if views[0].device.kind == "cuda" else 0
+        for part, seen in _unfold(views, masks, rank - 1, options.layout):
+            inputs = inputs_of(part)
             ready = prepare(op, inputs, options, seen)
             # vmap may bring other launches than were planned.
-            workspace, room = _lent(out[len(results) :])
+            workspace, room = _lent(out[count:])
             if room < ready.workspace_bytes:
                 workspace = 0
-            outputs = _tuple(op.Results, results, part[count:])
-            ready.runner.forward(inputs, outputs, stream, workspace, seen)
+            ready.runner.forward(inputs, outputs_of(part[first:]), stream, workspace, seen)
 
     return callback
 
@@ -406,19 +405,20 @@ def _forward_callback(arrangement: _Arrangement, results: tuple[str, ...]) -> Ca
 @_kept_by_programs
 def _backward_callback(arrangement: _Arrangement, read: tuple[str, ...], wrt: tuple[str, ...]) -> Callable[..., None]:
     """Launches a backward. `read` names what it reads beside operands and masks, which comes after them."""
-    op, options, _, operands, _ = arrangement
-    first = len(operands)
+    op, options, rank, operands, _ = arrangement
+    first, count = len(operands), len(wrt)
     last = first + len(read)
+    inputs_of, saved_of, outputs_of = _filled(op.Inputs, operands), _filled(op.Saved, read), _filled(op.Gradients, wrt)
 
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
-        written = out[: len(wrt)]
-        for stream, part, seen in arrangement.calls(ctx, buffers, (*read, *wrt), written):
-            inputs = _tuple(op.Inputs, operands, part[:first])
-            saved = _tuple(op.Saved, read, part[first:last])
-            outputs = _tuple(op.Gradients, wrt, part[last:])
+        views, masks = arrangement.views(buffers, (*read, *wrt), out[:count])
+        stream = ctx.stream if views[0].device.kind == "cuda" else 0
+        for part, seen in _unfold(views, masks, rank - 1, options.layout):
+            inputs = inputs_of(part)
             runner = prepare(op, inputs, options, seen).runner
             # vmap may bring other launches than were planned; what there is serves as far as it goes.
-            workspace, room = _lent(out[len(wrt) :])
+            workspace, room = _lent(out[count:])
+            saved, outputs = saved_of(part[first:last]), outputs_of(part[last:])
             runner.backward(inputs, saved, outputs, stream, workspace, seen, room)
 
     return callback
