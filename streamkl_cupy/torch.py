@@ -59,9 +59,8 @@ _VALUE = ATTENTION_KL.rows[:1]
 
 def _reduction(asked: LossOptions, rows: Sequence[Any], every_row_sees: bool) -> tuple[Any, Any]:
     """The value, and its derivative by each row's."""
-    kl, teacher_lse, *_ = rows
-    lse = None if every_row_sees else teacher_lse
-    return reductions.value_and_gradient(torch, kl, lse, asked.row_weight, asked.reduction)
+    lse = None if every_row_sees else rows[1]
+    return reductions.value_and_gradient(torch, rows[0], lse, asked.row_weight, asked.reduction)
 
 
 def _reduced(rows: tuple[Any, ...], asked: LossOptions) -> Any:

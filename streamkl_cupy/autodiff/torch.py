@@ -37,6 +37,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -103,7 +104,9 @@ row, which broadcasts to the rows; None for 1."""
 def step(call: Call, ready: Any, names: tuple[str, ...], reduction: Reduction | None = None) -> Any:
     """Results of a call by name, in their order, that autograd differentiates and nothing else looks on; one of one
     name comes alone. With a reduction its value stands for the first row result."""
-    return _Step.apply(*call.operands, call, ready, names, reduction)  # type: ignore[no-untyped-call]
+    of = _operators[call.op.name]
+    way = of.ways.get(names) or of.way(names)
+    return _Step.apply(*call.operands, call, ready, way, reduction)  # type: ignore[no-untyped-call]
 
 
 def unwatched(given: Sequence[Tensor | None]) -> bool:
@@ -194,14 +197,16 @@ def _flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return flat if numbers is None else (*flat, numbers)  # an argument that is left out costs nothing
 
 
-class _Read(NamedTuple):
-    """Where an array that a backward reads comes from."""
+class _Way(NamedTuple):
+    """Which results a caller gets of a step."""
 
-    of: int | None
-    """Of which result it is the derivative; None for a result."""
-    kept: int | None
-    """Which of the results that are saved it is, or is like."""
-    optional: bool
+    of: _Operators
+    places: tuple[int, ...]
+    """Among the results."""
+    constants: tuple[int, ...]
+    """Those of them that nothing differentiates."""
+    given: tuple[int | None, ...]
+    """Where what comes from above has the derivatives, in the order of the record; None for those it does not have."""
 
 
 class _Operators:
@@ -217,18 +222,18 @@ class _Operators:
         self.at_options = self.at_masks + len(MASK_ARRAYS)
         self.at_numbers = self.at_options + len(self.table)
         self.before = len(op.saved) + 1
-        # Of what is saved: the derivatives and what these are of, by their places among the results; the results.
-        self.derivatives = tuple(i for i, x in enumerate(op.saved) if x.name != x.like)
-        self.differentiable = frozenset(op.results.index(op.saved[i].like) for i in self.derivatives)
+        # Of what is saved: the results that derivatives are of, and those that are saved themselves.
+        self.differentiable = tuple(map(op.results.index, op.differentiable))
         kept = [x.name for x in op.saved if x.name == x.like]
         self.kept = tuple(map(op.results.index, kept))
-        self.reads = tuple(
-            _Read(
-                op.results.index(x.like) if x.name != x.like else None,
-                kept.index(x.like) if x.like in kept else None,
-                x.optional,
-            )
-            for x in op.saved
+        # Where among first the ones and then the others the backward finds what it reads, and where zeros come from.
+        both = [*(x.name for x in op.saved if x.name != x.like), *kept]
+        self.order = itemgetter(*(both.index(x.name) for x in op.saved))
+        self.derivatives = tuple(i for i, x in enumerate(op.saved) if x.name != x.like)
+        self.zeros = tuple(
+            (i, kept.index(x.like))
+            for i, x in enumerate(op.saved)
+            if x.name != x.like and not x.optional and len(self.differentiable) > 1
         )
         # Among the results that are saved: the value, where only some gradients read it, and one that always is, with
         # the shape and type of rows.
@@ -237,7 +242,8 @@ class _Operators:
         self.like_rows = next(kept.index(name) for name in always if name in op.rows)
         self.owner = op.results.index(always[0])
         # The derivative of the value.
-        self.reduced = next((i for i in self.derivatives if op.saved[i].like == op.rows[0]), None)
+        self.reduced = next((i for i, x in enumerate(op.saved) if x.name != x.like == op.rows[0]), None)
+        self.ways: dict[tuple[str, ...], _Way] = {}
         by = {task.name for task in op.gradients}
         self.constants = tuple(i for i, name in enumerate(op.names) if name not in by)
         self.columns = {name: [x.dim for x in op.operands].index(letter) for name, letter in op.vectors}
@@ -335,52 +341,52 @@ class _Operators:
 
     # What a forward leaves for its backward
 
-    def saved(self, options: Any, wanted: tuple[bool, ...], found: Sequence[Any]) -> list[Any]:
-        """Results that these gradients read, in the order of the record, with None for what they do not."""
-        self.refuse_constants(wanted)
-        saved = [found[i] for i in self.kept]
-        # Where no gradient reads the value, the caller may scale it in place.
-        if self.value is not None and not _reads_value(self.op, options.divergence, wanted):
-            saved[self.value] = None
-        return saved
+    def saved(self, options: Any, wanted: tuple[bool, ...]) -> tuple[int | None, ...]:
+        """Which results these gradients read, in the order of the record, with None for what they do not."""
+        return _saved(self.op, options.divergence if self.value is not None else "", wanted)
 
-    def read(self, grads: Mapping[int, Any], kept: Sequence[Any]) -> list[Any]:
-        """What the backward reads, of derivatives by result and of the results that were saved."""
-        rows: list[Any] = []
-        for of, at, optional in self.reads:
-            x = kept[at] if of is None else grads.get(of)  # type: ignore[index]
-            rows.append(torch.zeros_like(kept[at]) if x is None and not optional else x)  # type: ignore[index]
+    def read(self, given: list[Any], kept: Sequence[Any]) -> list[Any]:
+        """What the backward reads, of the derivatives and of the results that were saved."""
+        both = (*given, *kept[: len(self.kept)])
+        rows = [*self.order(both)]
+        for i, at in self.zeros:
+            if rows[i] is None:
+                rows[i] = torch.zeros_like(kept[at])
         return rows
 
-    def refuse_constants(self, wanted: Sequence[bool]) -> None:
-        """Refuse gradients that the operation does not have."""
-        for i in self.constants:
-            if wanted[i]:
-                name = self.op.names[i]
-                raise NotImplementedError(
-                    f"{name} requires a gradient, and streamkl_cupy.{self.op.name} has none by it; pass {name}.detach()"
-                )
+    def way(self, names: tuple[str, ...]) -> _Way:
+        """How these results come."""
+        places = tuple(map(self.op.results.index, names))
+        self.ways[names] = way = _Way(
+            self,
+            places,
+            tuple(i for i in places if i not in self.differentiable),
+            tuple(places.index(i) if i in places else None for i in self.differentiable),
+        )
+        return way
 
     def keep(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Keep what the backward of a forward reads: the saved results, the arrays, the options."""
         *arrays, options, numbers = inputs
         ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i not in self.differentiable])
         ctx.set_materialize_grads(False)
-        saved = self.saved(options, ctx.needs_input_grad[: self.at_masks], there(self.op, options, output))
+        rows = there(self.op, options, output)
+        saved = self.saved(options, ctx.needs_input_grad[: self.at_masks])
         # Tensors among the options are kept as such.
         key = options.block_mask if isinstance(options.block_mask, Tensor) else None
         ctx.options = options if key is None else options._replace(block_mask=None)
-        ctx.save_for_backward(*saved, *arrays, key, numbers)
+        ctx.save_for_backward(*[None if i is None else rows[i] for i in saved], *arrays, key, numbers)
 
     def differentiate(self, ctx: Any, grads: Sequence[Any], backward: Any) -> tuple[Tensor | None, ...]:
         """Gradients by every argument of a forward, computed by `backward`."""
         wanted = list(ctx.needs_input_grad[: self.at_masks])
         nothing = (None,) * len(ctx.needs_input_grad)
-        if not any(wanted) or all(grads[i] is None for i in self.differentiable):
+        given = [grads[i] for i in self.differentiable]
+        if not any(wanted) or all(x is None for x in given):
             return nothing
         *saved, key, numbers = ctx.saved_tensors
         options = ctx.options if key is None else ctx.options._replace(block_mask=key)
-        rows = self.read(dict(enumerate(grads)), saved)
+        rows = self.read(given, saved)
         found = backward(*rows, wanted, *saved[len(self.kept) :], options, numbers)
         return (*(g if w else None for g, w in zip(found, wanted)), *nothing[self.at_masks :])
 
@@ -480,18 +486,32 @@ def _names(op: Op, wanted: tuple[bool, ...]) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _reads_value(op: Op, divergence: str, wanted: tuple[bool, ...]) -> bool:
-    return bool(validate.reads_value(op, divergence, _names(op, wanted)))
+def _saved(op: Op, divergence: str, wanted: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """What `_Operators.saved` says, or an error about gradients that the operation does not have."""
+    of = _operators[op.name]
+    for i in of.constants:
+        if wanted[i]:
+            name = op.names[i]
+            raise NotImplementedError(
+                f"{name} requires a gradient, and streamkl_cupy.{op.name} has none by it; pass {name}.detach()"
+            )
+    # Where no gradient reads the value, the caller may scale it in place.
+    read = not divergence or validate.reads_value(op, divergence, _names(op, wanted))
+    return tuple(i if read or at != of.value else None for at, i in enumerate(of.kept))
 
 
 def _saves_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     pass
 
 
-def _as_it_lies(grad: Tensor | None) -> bool:
-    """Whether a gradient from above is what its memory holds: is_grads_batched hands over tensors that nothing else
-    tells from others, and some have a bit that stands for a sign or for zeros."""
-    return grad is None or not (_legacy_batched(grad) or grad.is_neg() or grad._is_zerotensor())
+def _as_they_lie(rows: Sequence[Any], of: _Operators) -> bool:
+    """Whether the derivatives among what a backward reads are what their memory holds: is_grads_batched hands over
+    tensors that nothing else tells from others, and some have a bit that stands for a sign or for zeros."""
+    for i in of.derivatives:
+        x = rows[i]
+        if x is not None and (_legacy_batched(x) or x.is_neg() or x._is_zerotensor()):
+            return False
+    return True
 
 
 _legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: True)
@@ -505,44 +525,43 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        *operands, call, ready, names, reduction = args
-        of = ctx.of = _operators[call.op.name]
+        *operands, call, ready, way, reduction = args
+        of = way.of
         found = [None if x is None else x.array for x in ready.forward()]
-        saved = of.saved(call.options, ctx.needs_input_grad[: of.at_masks], found)
-        share, ctx.reduced = None, reduction is not None
+        wanted = ctx.needs_input_grad[: of.at_masks]
+        saved = [None if i is None else found[i] for i in of.saved(call.options, wanted)]
+        share = None
         if reduction is not None:
             found[0], share = reduction(found, ready.checked.every_row_sees)
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.share = call.options, share if isinstance(share, float) else None
+        ctx.way, ctx.options, ctx.share = way, call.options, share if isinstance(share, float) else None
         ctx.save_for_backward(
             *saved,
             share if ctx.share is None else None,
             *operands,
             *(() if call.masks is NO_MASKS else call.masks),
         )
-        places = ctx.places = _places(call.op, names)
-        if len(places) == 1:
-            return found[places[0]]
-        ctx.mark_non_differentiable(*[found[i] for i in places if not (i in of.differentiable or found[i] is None)])
-        return tuple([found[i] for i in places])
+        if len(way.places) == 1:
+            return found[way.places[0]]
+        ctx.mark_non_differentiable(*[found[i] for i in way.constants if found[i] is not None])
+        return tuple([found[i] for i in way.places])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        of, nothing = ctx.of, (None,) * len(ctx.needs_input_grad)
-        if all(grad is None for grad in grads):
+        of, _, _, places = ctx.way
+        needed = ctx.needs_input_grad
+        wanted, nothing = needed[: of.at_masks], (None,) * len(needed)
+        given = [None if i is None else grads[i] for i in places]
+        if not [x for x in given if x is not None]:
             return nothing
-        kept = ctx.saved_tensors
-        at = len(of.kept)
+        kept, at = ctx.saved_tensors, len(of.kept)
         share, arrays = kept[at] if ctx.share is None else ctx.share, kept[at + 1 :]
-        rows = of.read(dict(zip(ctx.places, grads)), kept)
+        rows = of.read(given, kept)
         if share is not None:
             rows[of.reduced] = rows[of.reduced] * share
         operands, masks = arrays[: of.at_masks], arrays[of.at_masks :] or NO_MASKS
-        wanted = ctx.needs_input_grad[: of.at_masks]
-        if torch.is_grad_enabled() or not (
-            unwatched((*rows, *arrays)) and all(_as_it_lies(rows[i]) for i in of.derivatives)
-        ):
-            if ctx.reduced:
+        if torch.is_grad_enabled() or not (unwatched((*rows, *arrays)) and _as_they_lie(rows, of)):
+            if of.reduced is not None and rows[of.reduced] is not None:
                 like = kept[of.like_rows]
                 # Zeros without memory, times a number, have the type of the number.
                 rows[of.reduced] = rows[of.reduced].to(like.dtype).expand(like.shape)
@@ -550,11 +569,6 @@ class _Step(torch.autograd.Function):
             return (*(g if w else None for g, w in zip(found, wanted)), *nothing[of.at_masks :])
         ready = Call(of.op, operands, ctx.options, masks).ready(SavedArrays(tuple(rows), alike=True))
         return (*ready.backward(_names(of.op, wanted)), *nothing[of.at_masks :])
-
-
-@functools.lru_cache(maxsize=64)
-def _places(op: Op, names: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(op.results.index(name) for name in names)
 
 
 class _Transformed(torch.autograd.Function):
