@@ -17,12 +17,19 @@ and `lse`, that is this in the door, ``jax.py``::
         return AttentionForward(rows.out, rows.lse) if return_lse else rows.out
 
     def attention_forward(call):
-        return AttentionForward(*(getattr(autodiff.run_forward(call), x) for x in AttentionForward._fields))
+        rows = autodiff.run_forward(call)
+        return AttentionForward(rows.out, rows.lse)
 
     def attention_backward(call, saved, wrt):  # what is saved in the record's order, None for what is not
         return AttentionGradients(**autodiff.run_backward(call, saved, wrt))
 
-Of the options it asks for `layout`, `block_mask` and `deterministic`, which every operation has.
+An operation that reduces its rows does so inside of its own entry, as that of `attention_kl` does, so that what weighs
+them is differentiated by JAX. What the record says, and what follows: results that `saved` has a derivative of, under
+another name than theirs, are differentiable, all others constants. A derivative that is zero is None where it is
+optional, zeros where not. Operands without a task in `gradients` are constants, and an error where they are
+differentiated by. Operands that are `optional` may be None. `log_sum_exps` are -inf where there is no key. Of the
+options this asks for `layout`, `block_mask` and `deterministic`, which every operation has. Under vmap an array has a
+batch axis where the operands have one, and where these have no head axis it has none either.
 """
 
 from __future__ import annotations
