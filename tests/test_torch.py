@@ -34,12 +34,8 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def forward_op(*args: Any) -> Any:
-    return autodiff._operators["attention_kl"].forward(*args)
-
-
-def backward_op(*args: Any) -> Any:
-    return autodiff._operators["attention_kl"].backward(*args)
+def operators_of_kl() -> Any:
+    return autodiff._operators["attention_kl"]
 
 
 def operands(
@@ -116,7 +112,7 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 def operators(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Which operators the backward went through; none on the short way."""
     seen: list[str] = []
-    known = autodiff._operators["attention_kl"]
+    known = operators_of_kl()
     real = known.backward
     monkeypatch.setattr(known, "backward", lambda *args: seen.append("backward") or real(*args))
     return seen
@@ -277,11 +273,11 @@ def test_names_that_torch_may_drop_are_done_without(device: str, name: str, monk
 @pytest.mark.parametrize("wanted", [(False, False, True, True), (True, True, True, True), (False, True, False, False)])
 def test_operators_pass_torchs_own_checks(device: str, wanted: tuple[bool, ...]) -> None:
     x = operands(device)
-    rows = forward_op(*x, *NO_MASK, *DEFAULTS)
-    torch.library.opcheck(autodiff._operators["attention_kl"].forward, (*x, *NO_MASK, *DEFAULTS))
+    rows = operators_of_kl().forward(*x, *NO_MASK, *DEFAULTS)
+    torch.library.opcheck(operators_of_kl().forward, (*x, *NO_MASK, *DEFAULTS))
     grad = torch.ones_like(rows[0])
     saved = (grad, rows[1], rows[2], rows[0], None)
-    torch.library.opcheck(autodiff._operators["attention_kl"].backward, (*saved, list(wanted), *x, *NO_MASK, *DEFAULTS))
+    torch.library.opcheck(operators_of_kl().backward, (*saved, list(wanted), *x, *NO_MASK, *DEFAULTS))
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
@@ -297,12 +293,14 @@ def test_fake_results_look_like_real_ones(teacher: Any, student: Any, layout: st
         student_scale=0.5, causal=True, q_offset=3, window=(5, 0), layout=layout, deterministic=True,
         return_entropy=bool(np.random.default_rng().integers(2)),
     )  # fmt: skip
-    real = forward_op(*x, *NO_MASK, *options)
-    grads = backward_op(real[0], *real[1:3], real[0], None, [True] * 4, *x, *NO_MASK, *options)
+    real = operators_of_kl().forward(*x, *NO_MASK, *options)
+    grads = operators_of_kl().backward(real[0], *real[1:3], real[0], None, [True] * 4, *x, *NO_MASK, *options)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake_x = [mode.from_tensor(t) for t in x]
-        fake = forward_op(*fake_x, *NO_MASK, *options)
-        fake_grads = backward_op(fake[0], *fake[1:3], fake[0], None, [True] * 4, *fake_x, *NO_MASK, *options)
+        fake = operators_of_kl().forward(*fake_x, *NO_MASK, *options)
+        fake_grads = operators_of_kl().backward(
+            fake[0], *fake[1:3], fake[0], None, [True] * 4, *fake_x, *NO_MASK, *options
+        )
     for a, b in zip((*real, *grads), (*fake, *fake_grads)):
         assert (a.shape, a.dtype, a.stride(), a.device) == (b.shape, b.dtype, b.stride(), b.device)
 
@@ -316,7 +314,7 @@ def test_importing_again_registers_again() -> None:
 
 def test_operator_called_directly_differentiates_once() -> None:
     x = operands(grad=["student_q"])
-    rows = forward_op(*x, *NO_MASK, *DEFAULTS)
+    rows = operators_of_kl().forward(*x, *NO_MASK, *DEFAULTS)
     (grad,) = torch.autograd.grad(rows[0].sum(), x[2], create_graph=True)
     close(grad, dense_grads(x, np.ones((2, 4, 5))).student_q)
     with pytest.raises(NotImplementedError, match="streamkl_cupy"):
