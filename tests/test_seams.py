@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from streamkl_cupy.compiler.source import cuda_root
 from streamkl_cupy.kernels import KERNELS
-from streamkl_cupy.ops import OPS
+from streamkl_cupy.ops import OPS, Op
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
 from streamkl_cupy.rules.scores import SCORES
@@ -158,6 +159,13 @@ def test_values_of_a_call_are_as_the_record_has_them() -> None:
         # Where nothing comes from above for one of several results, its derivative is zeros like that result.
         kept = {x.name for x in op.saved if x.name == x.like and not x.optional}
         assert len(op.differentiable) == 1 or {x.like for x in op.saved if not x.optional} <= kept
+
+
+def test_what_follows_from_a_record_is_known_before_anything_is_traced() -> None:
+    """A compiler that finds a property which nobody has asked for yet gives up."""
+    lazy = {name for name, x in vars(Op).items() if isinstance(x, cached_property)}
+    assert lazy
+    assert all(lazy <= vars(op).keys() for op in OPS.values())
 
 
 def test_a_kernel_is_a_pair_of_files() -> None:

@@ -406,8 +406,9 @@ class _Operators:
         ready.launch(views)
         found = tensors(views)
         if call.options.block_mask is not None:
-            # What a backward reads keeps the pattern, of which operators know the key only.
-            found[self.owner]._streamkl_block_mask = call.options.block_mask
+            # What a backward reads keeps the pattern, of which operators know the key only: its memory does, because
+            # autograd keeps a differentiable result as another tensor.
+            found[self.owner].untyped_storage()._streamkl_block_mask = call.options.block_mask
         return tuple([found[0].new_empty(0) if x is None else x for x in found])
 
     def launch_backward(self, *args: Any) -> tuple[Tensor, ...]:
