@@ -4,8 +4,10 @@ rows are not those of an operand, two of them differentiable, and an operand tha
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from streamkl_cupy import options
+from streamkl_cupy import options, patterns
 from streamkl_cupy.call import Call
 from streamkl_cupy.ops import Op, OperandSpec, SavedSpec, Task
 from streamkl_cupy.options import NO_MASKS, TABLES
+from streamkl_cupy.patterns.pattern import pattern_of
 from streamkl_cupy.rules import reductions
 
 torch = pytest.importorskip("torch")
@@ -32,6 +35,7 @@ MEANS = Op(
     ),
     like="query",
     rows=("lse",),
+    log_sum_exps=("lse",),
     vectors=(("out", "D_v"),),
     asked_rows=(("entropy", "entropy", "entropy"),),
     saved=(
@@ -303,6 +307,23 @@ def test_operators_pass_torchs_own_checks(weighted: bool, rng: np.random.Generat
     torch.library.opcheck(known.forward, (*x, *rest))
     wanted = [True, False, True, weighted]
     torch.library.opcheck(known.backward, (torch.rand_like(out), lse, out, None, wanted, *x, *rest))
+
+
+def test_a_pattern_lives_as_long_as_what_a_backward_reads(rng: np.random.Generator) -> None:
+    """Which is a differentiable result here: autograd keeps another tensor of the same memory."""
+    x, by = leaves(operands(rng)), (numbers(rng, 2, 1, 5), numbers(rng, 2, 1, 5, 6))
+    pattern = patterns.from_dense(np.array([[True]]), queries=5, keys=7, block=16)
+    key, gone = pattern.key.tobytes().hex(), weakref.ref(pattern)
+    given = autodiff._with_key(Chosen(block_mask=pattern))
+    found = loss(autodiff._operators[MEANS.name].forward(*x, *NO_MASKS, *given), by)
+    del pattern
+    gc.collect()
+    assert pattern_of(key) is gone()
+    for g, e in zip(by_leaves(found, x), expected(x, by)):
+        torch.testing.assert_close(g, e)
+    del found
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("way", ["step", "transform", "operator"])

@@ -19,7 +19,8 @@ once, when it is imported, and writes its public function; of an operation with 
         if traced or not unwatched((*operands, *call.masks)):
             lse, out = results(call, traced)
         elif differentiated(operands):
-            lse, out = step(call, call.ready(), ("lse", "out"))
+            found = step(call, call.ready(), ("lse", "out") if return_lse else ("out",))
+            lse, out = found if return_lse else (None, found)
         else:
             lse, out = tensors(call.ready().forward())
         return AttentionForward(out, lse) if return_lse else out
@@ -27,7 +28,8 @@ once, when it is imported, and writes its public function; of an operation with 
 An operation whose first row result is reduced gives `step` the reduction too, and applies torch's own functions to the
 `results` that come the long way: `streamkl_cupy/torch.py` is the example. What the record says, and what follows:
 `saved` is what the backward operator takes, in this order: a result, or the derivative of one where its name is another
-than the result's. Derivatives that are optional are None where nothing comes from above; the others are zeros there.
+than the result's. Derivatives that are optional are None where nothing comes from above; the others are zeros there,
+like the result that they are of, which is therefore saved too where there are several.
 Operands without a task in `gradients` are constants, and an error where they require a gradient. Operands that are
 `optional` may be None. Results that a call does not have come empty out of `results`; `there` makes None of them.
 """
