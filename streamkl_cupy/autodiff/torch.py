@@ -108,7 +108,8 @@ def step(call: Call, ready: Any, names: tuple[str, ...], reduction: Reduction | 
     name comes alone. With a reduction its value stands for the first row result."""
     of = _operators[call.op.name]
     way = of.ways.get(names) or of.way(names)
-    return _Step.apply(*call.operands, call, ready, way, reduction)  # type: ignore[no-untyped-call]
+    # One argument for all that is no tensor: each costs something in both directions.
+    return _Step.apply(*call.operands, (call, ready, way, reduction))  # type: ignore[no-untyped-call]
 
 
 def unwatched(given: Sequence[Tensor | None]) -> bool:
@@ -528,7 +529,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        *operands, call, ready, way, reduction = args
+        *operands, (call, ready, way, reduction) = args
         of = way.of
         found = [None if x is None else x.array for x in ready.forward()]
         wanted = ctx.needs_input_grad[: of.at_masks]
