@@ -275,6 +275,115 @@ def test_a_chunk_of_queries_has_the_rows_of_the_whole(start: int) -> None:
         np.testing.assert_array_equal(make(**part).dense(), make(**whole).dense()[:, rows])
 
 
+@examples(80)
+@given(random_patterns(most=400), st.booleans(), st.data())
+def test_rows_see_what_they_see_in_the_whole(made: BlockPattern, causal: bool, data: Any) -> None:
+    if causal:
+        sizes = {"queries": made.queries, "keys": made.keys, "block": (made.query_block, made.key_block)}
+        made &= patterns.full(causal=True, q_offset=data.draw(st.integers(-300, 300)), **sizes)
+    first = data.draw(st.integers(0, made.queries) | st.integers(0, made.queries // 16).map(lambda i: 16 * i))
+    last = data.draw(st.integers(first, made.queries))
+    keys = data.draw(st.none() | st.integers(0, made.keys))
+    boundary = next((i for i in range(first, last) if i % made.query_block == 0), first)
+    if (boundary - first) % 16:
+        with pytest.raises(ValueError, match=f"rows {first} to {last} begin .* multiples of 16 there"):
+            made.rows(first, last, keys)
+        return
+    part = made.rows(first, last, keys)
+    check(part)
+    there = np.arange(made.keys if keys is None else keys)
+    assert (part.queries, part.keys, part.heads) == (last - first, there.size, made.heads)
+    rows = np.arange(last - first)[:, None]
+    for head in range(made.heads):
+        seen, whole = part.visible(rows, there, head), made.visible(rows + first, there, head)
+        if made.diagonal is not None:  # which cuts smaller blocks
+            possible = there <= rows + first + made.diagonal
+            seen, whole = seen & possible, whole & possible
+        np.testing.assert_array_equal(seen, whole)
+
+
+def test_rows_out_of_range_are_named() -> None:
+    made = patterns.full(queries=100, keys=80, block=16)
+    for arguments, message in (
+        ((-1, 5), "first=-1; allowed are integers from 0 to 100"),
+        ((5, 101), "last=101; allowed are integers from 5 to 100"),
+        ((5, 4), "last=4; allowed are integers from 5 to 100"),
+        ((0, 4, 81), "keys=81; allowed are integers from 0 to 80"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            made.rows(*arguments)
+    with pytest.raises(ValueError, match=r"begin 3 rows into a query block of 16 .* Begin at 16, or take the first 13"):
+        made.rows(19, 40)
+
+
+@examples(60)
+@given(random_patterns(most=400), st.booleans(), st.data())
+def test_what_a_decoder_keeps_against_its_words(made: BlockPattern, causal: bool, data: Any) -> None:
+    sizes = {"queries": made.queries, "keys": made.keys, "block": (made.query_block, made.key_block)}
+    if causal:
+        offset = data.draw(st.integers(-300, 300))
+        made &= patterns.full(causal=True, q_offset=offset, **sizes)
+        made |= patterns.local(data.draw(st.integers(0, 90)), causal=True, q_offset=offset, **sizes)
+    reach, budget, monotone = made.grid.reach(), [], True
+    for dense in made.dense():
+        kept, seen = [0], np.zeros(made.grid.column_blocks, bool)
+        dropped = seen.copy()
+        for r, line in enumerate(dense):
+            kept.append(int(dense[r:, : reach[r]].any(axis=0).sum()))
+            monotone &= not (line & dropped).any()
+            dropped[: reach[r]] |= ~line[: reach[r]]
+        budget.append(max(kept))
+    assert made.kv_budget().tolist() == budget
+    assert made.is_cache_monotone() is bool(monotone)
+
+
+def test_sharded_numbers_by_hand() -> None:
+    size: dict[str, Any] = {"queries": 8 * 16, "block": 16, "causal": True}
+    made = patterns.sharded(4, window=16, stride=4, offsets=[0, -1, -2, -3], **size)
+    lines = made.dense()
+    assert [np.flatnonzero(head[7]).tolist() for head in lines] == [[0, 4, 6, 7], [3, 6, 7], [2, 6, 7], [1, 5, 6, 7]]
+    assert lines.sum(axis=(1, 2)).tolist() == [23, 18, 19, 21]
+    assert made.coverage().per_query_block[7] == 1
+    assert made.kv_budget().tolist() == [4, 3, 3, 4]
+    chunk = patterns.sharded(4, window=16, stride=4, offsets=[0, -1, -2, -3], **{**size, "queries": 48}, keys=128)
+    assert made.rows(80, 128) == chunk
+    ranges = [(16, 1), (112, 2), (None, 4)]
+    four = patterns.sharded(4, window=0, stride=ranges, queries=256, block=16, causal=True)
+    assert np.flatnonzero(four.dense()[0, 15]).tolist() == [0, 4, 8, 10, 12, 14, 15]
+
+
+def test_heads_that_cover_a_context_together_do_so_over_gpus() -> None:
+    size: dict[str, Any] = {"queries": 128 * 16, "block": 16, "causal": True}
+
+    def stripes(offsets: list[int]) -> BlockPattern:
+        return patterns.sharded(len(offsets), window=7 * 16, stride=16, offsets=offsets, **size)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CoverageWarning)
+        whole, half, quarter = (stripes([-h for h in range(n)]) for n in (16, 8, 4))
+        wide = stripes([-2 * h for h in range(8)]) | stripes([1 - 2 * h for h in range(8)])
+        shifted = stripes([-8 - h for h in range(16)])
+    last = [made.coverage().per_query_block[127] for made in (whole, half, quarter, wide)]
+    assert last == pytest.approx([1, 65 / 128, 37 / 128, 1])
+    ranks = [whole.select(range(8)), whole.select(range(8, 16))]
+    np.testing.assert_array_equal(np.concatenate([rank.dense() for rank in ranks]), whole.dense())
+    # A rank that moves its offsets by its first head, and takes its heads of the result, sees what the first one sees.
+    both = ranks[0].dense() | shifted.select(range(8, 16)).dense()
+    assert both[:, 127].any(axis=0).mean() == pytest.approx(65 / 128)
+
+
+def test_phi3_small_is_as_its_model_says() -> None:
+    made = patterns.phi3_small(queries=40 * 64)
+    row, column = np.arange(40)[:, None], np.arange(40)
+    for head, dense in enumerate(made.dense()):
+        want = (row >= column) & ((row - column < 16) | ((column + head + 1) % 8 == 0))
+        np.testing.assert_array_equal(dense, want)
+    assert np.flatnonzero(made.dense()[0, 39])[0] == 7
+    assert (made.heads, made.query_block, made.diagonal) == (32, 64, 0)
+    assert made.is_cache_monotone()
+    assert patterns.phi3_small(queries=64, keys=40 * 64) == made.rows(39 * 64, 40 * 64)
+
+
 def naive_lists(made: BlockPattern, rows: int, columns: int, by_keys: bool) -> list[list[list[tuple[int, int]]]]:
     """[head][row tile] -> (tile, bits), asking one 16 x 16 sub-block after the other."""
     dense = made.dense()

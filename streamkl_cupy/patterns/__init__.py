@@ -13,7 +13,7 @@ the heads of a layer together see everything. `BlockPattern.coverage` says wheth
 it.
 """
 
-from .families import CoverageWarning, from_csr, from_dense, full, local, sharded, sinks, strided
+from .families import CoverageWarning, from_csr, from_dense, full, local, phi3_small, sharded, sinks, strided
 from .pattern import BlockPattern, Coverage
 from .tiles import TileLists
 
@@ -26,6 +26,7 @@ __all__ = [
     "from_dense",
     "full",
     "local",
+    "phi3_small",
     "sharded",
     "sinks",
     "strided",

@@ -360,6 +360,42 @@ def sharded(
     return pattern
 
 
+@_documented
+def phi3_small(*, queries: int, keys: int | None = None, q_offset: int | None = None) -> BlockPattern:
+    """The pattern of the sparse layers of Phi-3-small: 32 query heads over 8 key heads, causal, blocks of 64.
+
+    Every row sees the 16 blocks up to its own, and of those before them head h the blocks c with (c + h + 1) % 8 == 0.
+    Every other layer of that model is dense. Heads of one key head differ: `select` them for a shard, never make them
+    anew.
+
+    Args:
+        queries: M, rows of the problem.
+        keys: N, keys of the problem. Default M.
+        <BAND_OFFSET>
+
+    Raises:
+        <ERRORS>
+
+    Example:
+        >>> from streamkl_cupy import patterns
+        >>> pattern = patterns.phi3_small(queries=8192)
+        >>> pattern.key_blocks[pattern.row_offsets[0, 31] :][:4].tolist()  # stripes of head 0, then the band
+        [7, 15, 16, 17]
+    """
+    return sharded(
+        32,
+        window=15 * 64,
+        stride=8,
+        queries=queries,
+        keys=keys,
+        causal=True,
+        q_offset=q_offset,
+        key_heads=8,
+        groups="differ",
+        offsets=[-1 - head for head in range(32)],
+    )
+
+
 class Stripes(NamedTuple):
     """For each query block the key blocks c with first <= c < stop and c = phase modulo step."""
 

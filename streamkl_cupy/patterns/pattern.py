@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -265,6 +266,55 @@ class BlockPattern(_Kept):
         lines = [self.key_blocks[self.row_offsets[p, 0] : self.row_offsets[p, -1]] for p in chosen]
         return BlockPattern(_offsets(counts), np.concatenate(lines), *self.grid)
 
+    def rows(self, first: int, last: int, keys: int | None = None) -> BlockPattern:
+        """The pattern of the query rows [first, last): a chunk of a prompt, or the rows that are new in a cache.
+
+        A call with it says q_offset=first + N - M, of the whole pattern's M and N, or leaves it out where the rows are
+        the last ones of the keys.
+
+        Args:
+            first: The first row, 0 to M. Where the rows lie in several query blocks, a multiple of 16 from the start
+                of one: these are cut smaller then, so that they begin with the rows.
+            last: The row after the last one, `first` to M.
+            keys: The first keys alone, as a cache has them that is filled so far; default all.
+
+        Raises:
+            TypeError: numbers that are not integers.
+            ValueError: numbers that are out of range, with the range; rows that blocks cannot begin with.
+
+        Example:
+            >>> from streamkl_cupy import patterns
+            >>> pattern = patterns.local(16, queries=96, block=32, causal=True)
+            >>> pattern.rows(64, 96) == patterns.local(16, queries=32, keys=96, block=32, causal=True)
+            True
+            >>> pattern.rows(40, 41, keys=41).dense()[0].astype(int).tolist()  # one step of a decoder
+            [[1, 1]]
+        """
+        first = ranged("first", first, 0, self.queries)
+        last = ranged("last", last, first, self.queries)
+        keys = self.keys if keys is None else ranged("keys", keys, 0, self.keys)
+        size, before = self.query_block, -first % self.query_block
+        block = size if last - first <= before else math.gcd(size, before)
+        if block % UNIT:
+            raise ValueError(
+                f"rows {first} to {last} begin {first % size} rows into a query block of {size} and go beyond it; "
+                f"allowed are multiples of {UNIT} there, so that blocks can begin with the rows. Begin at "
+                f"{first // UNIT * UNIT}, or take the first {before} rows by themselves"
+            )
+        diagonal = None if self.diagonal is None else self.diagonal + first
+        grid = Grid.checked(last - first, keys, (block, self.key_block), diagonal)
+        lines = (first + np.arange(grid.row_blocks, dtype=np.int64) * block) // size
+
+        def listed(head: int) -> Places:
+            start, stop = self.row_offsets[head, lines], self.row_offsets[head, lines + 1]
+            counts = (stop - start).astype(np.int64)
+            row = np.repeat(np.arange(len(lines), dtype=np.int64), counts)
+            column = self.key_blocks[np.arange(len(row)) + np.repeat(start - np.cumsum(counts) + counts, counts)]
+            inside = column < grid.column_blocks
+            return grid.inside(row[inside] * grid.column_blocks + column[inside])
+
+        return build(grid, range(self.heads), listed)
+
     def coverage(self, heads: int | Iterable[int] | None = None) -> Coverage:
         """What some heads see together, of their context: all keys, or those up to the diagonal of a causal pattern.
 
@@ -294,6 +344,50 @@ class BlockPattern(_Kept):
         total = int(reach.sum())
         rows = np.where(reach > 0, seen / np.maximum(reach, 1), 1.0)
         return Coverage(int(seen.sum()) / total if total else 1.0, frozen(rows))
+
+    def kv_budget(self) -> NDArray[np.int64]:
+        """Most key blocks that a decoder has to keep at a time, (P,) per head of the pattern: those that exist, which
+        the row or a later one lists. The heads of a key head share a cache, which has what any of them needs.
+
+        Example:
+            >>> from streamkl_cupy import patterns
+            >>> size = {"queries": 1024, "causal": True}
+            >>> patterns.local(128, **size).kv_budget().tolist(), patterns.full(**size).kv_budget().tolist()
+            ([3], [16])
+        """
+        most = np.zeros(self.heads, np.int64)
+        for head in range(self.heads):
+            first, last, _ = self._life(head)
+            change = np.zeros(self.grid.row_blocks + 1, np.int64)
+            np.add.at(change, first, 1)
+            np.add.at(change, last + 1, -1)
+            most[head] = change.cumsum().max()
+        return frozen(most)
+
+    def is_cache_monotone(self) -> bool:
+        """Whether a key block that a row leaves out is never listed again, so that a decoder may drop it there.
+
+        True of a band, and of stripes at the same places for all rows; false where farther ranges have strides that
+        bring back what nearer ones left out.
+
+        Example:
+            >>> from streamkl_cupy import patterns
+            >>> size = {"queries": 1024, "causal": True}
+            >>> (patterns.local(128, **size) | patterns.strided(4, **size)).is_cache_monotone()
+            True
+            >>> patterns.sharded(12, window=0, stride=[(256, 3), (None, 4)], **size).is_cache_monotone()
+            False
+        """
+        return all((last - first + 1 == counts).all() for first, last, counts in map(self._life, range(self.heads)))
+
+    def _life(self, head: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Of each key block that a head lists at all: the first query block that may see it, the last one that lists
+        it, and how many do."""
+        offsets = self.column_offsets[head].astype(np.int64)
+        counts = np.diff(offsets)
+        some = np.flatnonzero(counts)
+        first = np.searchsorted(self.grid.reach(), some, side="right")
+        return first, self.query_blocks[offsets[some + 1] - 1].astype(np.int64), counts[some]
 
     def __or__(self, other: BlockPattern) -> BlockPattern:
         """Blocks that either pattern lists."""
