@@ -18,10 +18,13 @@ from .api import (
     plan,
     warmup,
 )
+from .attention import AttentionForward, AttentionGradients, merge_attention_states
 from .errors import CaptureError, CompilerError, DriverError, StreamKLError
 from .frameworks.base import DOORS
 
 __all__ = [
+    "AttentionForward",
+    "AttentionGradients",
     "CaptureError",
     "CompilerError",
     "DriverError",
@@ -35,6 +38,7 @@ __all__ = [
     "attention_kl_backward",
     "attention_kl_forward",
     "attention_kl_value_and_grad",
+    "merge_attention_states",
     "patterns",
     "plan",
     "warmup",

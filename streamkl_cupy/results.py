@@ -60,6 +60,15 @@ if TYPE_CHECKING:
         student_q: T | Any = None
         student_k: T | Any = None
 
+    class AttentionForward(NamedTuple, Generic[T]):
+        out: T
+        lse: T
+
+    class AttentionGradients(NamedTuple, Generic[T]):
+        query: T | Any = None
+        key: T | Any = None
+        value: T | Any = None
+
 else:
     # A NamedTuple that is generic needs Python 3.11.
 
@@ -109,6 +118,22 @@ else:
         teacher_k: Any = None
         student_q: Any = None
         student_k: Any = None
+        __class_getitem__ = classmethod(GenericAlias)
+
+    class AttentionForward(NamedTuple):
+        """Outputs (B, H, M, D_v) in the type of the values, and beside them the natural log-sum-exp of each row's
+        logits, (B, H, M), float32 or float64."""
+
+        out: Any
+        lse: Any
+        __class_getitem__ = classmethod(GenericAlias)
+
+    class AttentionGradients(NamedTuple):
+        """Gradients in shape, dtype and framework of their inputs, compact; None for what was not asked."""
+
+        query: Any = None
+        key: Any = None
+        value: Any = None
         __class_getitem__ = classmethod(GenericAlias)
 
 

@@ -16,7 +16,7 @@ from .call import Call
 from .ops import ATTENTION_KL
 from .options import LossOptions
 from .results import KLEntropy, rows_of
-from .rules import reductions
+from .rules import reductions, states
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -171,3 +171,12 @@ def _check_given(name: str, x: Any, rows: Tensor) -> None:
 def outside_programs(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an explicit function from code that torch.compile compiles, which is interrupted there."""
     return function(*args, **kwargs)
+
+
+def merged(outs: tuple[Any, ...], lses: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Attention over several sets of keys as one, by torch's own functions."""
+    for i, x in enumerate((*outs, *lses)):
+        if x.device != outs[0].device:
+            name = f"outs[{i}]" if i < len(outs) else f"lses[{i - len(outs)}]"
+            validate.same_device("outs[0]", outs[0].device, name, x.device)
+    return states.merged(torch, outs, lses)

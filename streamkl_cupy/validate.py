@@ -286,6 +286,35 @@ def dense_lse(lse: NDArray[Any], dense: NDArray[Any]) -> None:
         )
 
 
+def states(outs: Any, lses: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Check outputs and log-sum-exps of parts of the keys against each other."""
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (tuple, list)):
+            raise TypeError(f"{name} is {a_kind_of(parts)}; pass a list of arrays, one for each part of the keys")
+    if len(outs) != len(lses) or not outs:
+        raise ValueError(f"outs has {len(outs)} arrays and lses {len(lses)}; pass both of each part, and one at least")
+    for i, (out, lse) in enumerate(zip(outs, lses)):
+        for name, x, like in ((f"outs[{i}]", out, outs[0]), (f"lses[{i}]", lse, lses[0])):
+            if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+                raise TypeError(f"{name} is {a_kind_of(x)}; allowed are arrays of one framework")
+            if tuple(x.shape) != tuple(like.shape) or dtype_label(x.dtype) != dtype_label(like.dtype):
+                first = f"{name[:4]}[0]"
+                raise ValueError(
+                    f"{name}: shape {tuple(x.shape)} and dtype {dtype_label(x.dtype)}, but {first} has "
+                    f"{tuple(like.shape)} and {dtype_label(like.dtype)}; parts are of the same rows"
+                )
+    if not outs[0].shape or tuple(lses[0].shape) != tuple(outs[0].shape[:-1]):
+        raise ValueError(
+            f"lses[0]: shape {tuple(lses[0].shape)}, but outs[0] has {tuple(outs[0].shape)}; log-sum-exps have one "
+            f"value for each of its rows: expected {tuple(outs[0].shape[:-1])}"
+        )
+    if dtype_label(lses[0].dtype) not in ("float32", "float64"):
+        raise TypeError(
+            f"lses[0] has dtype {dtype_label(lses[0].dtype)}; allowed are float32 and float64, as they were returned"
+        )
+    return tuple(outs), tuple(lses)
+
+
 def weight_framework(weight: Any, framework: str) -> str:
     """The framework of weights, which must be an array; `framework` is that of the inputs."""
     if not hasattr(weight, "shape") or isinstance(weight, np.generic):

@@ -51,12 +51,17 @@ def canonical(x: Array, layout: str, trailing: int) -> Array:
     return x[(None,) * (3 - lead)]
 
 
-def _not_finite(x: Array) -> Array | None:
+def not_finite(x: Array) -> Array | None:
     """(..., r, D) -> (..., r), which rows hold NaN or Inf; None, at the price of one sum, if there are none."""
     if np.isfinite(x.sum()):
         return None
     bad: Array = np.asarray(~np.isfinite(x).all(axis=-1))
     return bad if bad.any() else None
+
+
+def poison(x: Array, bad: Array, visible: Array | None) -> None:
+    """NaN in the pairs (b, h, m, n) that see what is bad."""
+    np.copyto(x, np.nan, where=bad if visible is None else bad & visible)
 
 
 def rows_at(op: Op, views: dict[str, Array], segment: Segment) -> dict[str, Array]:
@@ -131,7 +136,7 @@ class Half:
         self.offset: Array | float = 0.0
         """What a row's logits lack in base 2, (b, h, m): the query times the common part of the keys."""
         self._looked = False
-        self.bad_rows = _not_finite(self.q)
+        self.bad_rows = not_finite(self.q)
         self.slopes: Array | None = None
         """What gradients of the tile's logits are multiplied by to be those of dot products; None for 1."""
 
@@ -188,7 +193,7 @@ class Half:
         In a product 0 x NaN is NaN, so a key that no row sees would still reach every row. Such operand rows become
         0 here, and the pairs that do see them become NaN.
         """
-        bad_keys = _not_finite(self.keys)
+        bad_keys = not_finite(self.keys)
         if self.bad_rows is None and bad_keys is None:
             return
         bad: Array = np.zeros(d_logits.shape, np.bool_)

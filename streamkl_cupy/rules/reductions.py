@@ -17,7 +17,7 @@ import numpy as np
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _to_zero(function: _F) -> _F:
+def to_zero(function: _F) -> _F:
     """Let what is too small become 0 on NumPy too, whatever the caller's `numpy.errstate` does about it.
 
     That is the right answer, and what the other frameworks do. An overflow, or a NaN made of infinite weights, is not,
@@ -34,7 +34,7 @@ def _to_zero(function: _F) -> _F:
     return calm  # type: ignore[return-value]
 
 
-@_to_zero
+@to_zero
 def reduce_rows(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) -> Any:
     """Weighted rows, their sum, or sum(w KL) / sum(w) over rows that see a key; 0 where sum(w) is 0.
 
@@ -45,7 +45,7 @@ def reduce_rows(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) -> Any:
     return _reduced(xp, kl, _row_weights(xp, kl, lse, weight), reduction)[0]
 
 
-@_to_zero
+@to_zero
 def value_and_gradient(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) -> tuple[Any, Any]:
     """`reduce_rows`, and its derivative by each row's value, to multiply what comes from above by: an array that
     broadcasts to the rows, a number, or None for 1.
@@ -71,7 +71,7 @@ def spread(xp: Any, value: Any, share: Any, shape: tuple[int, ...]) -> Any:
     return xp.broadcast_to(share, shape)
 
 
-@_to_zero
+@to_zero
 def teacher_mass(xp: Any, lse: Any, dense_lse: Any) -> Any:
     """Share of the teacher's dense distribution on the keys a row sees; 0 where it sees none."""
     # Selected before the subtraction: -inf minus -inf is NaN, and NumPy warns of it even where it is not taken.

@@ -20,6 +20,7 @@ from ..problem import Side
 from ..rules.divergences import bound, given_parameters
 from ..rules.divergences.interface import log_softmax, log_sum_exp, terms_of
 from ..rules.scores import SCORES
+from ..rules.scores.interface import Score
 from ..rules.scores.softcap import capped
 
 if TYPE_CHECKING:
@@ -322,11 +323,12 @@ class _Half(NamedTuple):
     """How far each logit moves when every product behind it moves by its own size, and not less than itself."""
 
 
-def _finite_rows(x: Array) -> Array:
+def finite_rows(x: Array) -> Array:
+    """With 0 in rows that hold NaN or Inf."""
     return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, 0)
 
 
-class _Numbers(NamedTuple):
+class Numbers(NamedTuple):
     """What becomes of the dot products of a side."""
 
     scale: float | None = None
@@ -334,9 +336,9 @@ class _Numbers(NamedTuple):
     softcap: float | None = None
 
     @classmethod
-    def taken(cls, options: dict[str, Any], side: str) -> _Numbers:
-        """Those of a side, which the options then lack."""
-        names = {name: f"{side}_{name}" for name in cls._fields}
+    def taken(cls, options: dict[str, Any], prefix: str = "") -> Numbers:
+        """Those whose options begin so, which the options then lack."""
+        names = {name: f"{prefix}{name}" for name in cls._fields}
         return cls(**{name: options.pop(option) for name, option in names.items() if option in options})
 
     def factor(self, dim: int) -> float:
@@ -345,45 +347,56 @@ class _Numbers(NamedTuple):
             return float(self.scale)
         return 1.0 if SCORES[self.score].positive else 1 / math.sqrt(dim)
 
+    def rule(self) -> Score:
+        """The score, under its cap."""
+        return SCORES[self.score] if self.softcap is None else capped(SCORES[self.score], self.softcap)
 
-class _Call:
-    """The four inputs in canonical order (batch, head, row, column), and the way back to the caller's."""
 
-    def __init__(self, inputs: tuple[ArrayLike, ...], *, layout: str = "bhnd", **options: Any) -> None:
-        arrays = [np.asarray(x) for x in inputs]
-        numbers = [_Numbers.taken(options, side) for side in ("teacher", "student")]
-        mask = Mask(**options)
-        self._swap = (layout == "bnhd" and arrays[0].ndim > 2) or mask.cu_seqlens_q is not None
-        self._rank = arrays[0].ndim
-        self._inputs = [self._canonical(exact(x), 1) for x in arrays]
-        self._shapes = [x.shape for x in self._inputs]
-        self.row_shape = self._inputs[0].shape[:3]
-        dims = arrays[0].shape[-1], arrays[2].shape[-1]
-        self._scales = tuple(x.factor(dim) for x, dim in zip(numbers, dims, strict=True))
-        self._scores = tuple(
-            SCORES[x.score] if x.softcap is None else capped(SCORES[x.score], x.softcap) for x in numbers
-        )
-        shape = (*self.row_shape, self._shapes[1][2])
-        self.visible = np.broadcast_to(visible(shape, mask), shape)
+class Order:
+    """Canonical order (batch, head, row, column), and the way back to the caller's."""
 
-    def _canonical(self, x: Array, trailing: int) -> Array:
+    def __init__(self, first: Array, layout: str, packed: bool) -> None:
+        self._swap = (layout == "bnhd" and first.ndim > 2) or packed
+        self._rank = first.ndim
+
+    def canonical(self, x: Array, trailing: int) -> Array:
+        """Of an input (`trailing` 1) or of rows (0)."""
         lead = x.ndim - trailing
         if self._swap:
             x = x.swapaxes(lead - 2, lead - 1)
         return x[(None,) * (3 - lead)]
 
-    def _callers(self, x: Array) -> Array:
+    def callers(self, x: Array) -> Array:
+        """An array of four or three axes again in those that the caller has."""
         x = x.swapaxes(1, 2) if self._swap else x
         return x.reshape(x.shape[4 - self._rank :])
 
+
+class _Call(Order):
+    """The four inputs in canonical order (batch, head, row, column), and the way back to the caller's."""
+
+    def __init__(self, inputs: tuple[ArrayLike, ...], *, layout: str = "bhnd", **options: Any) -> None:
+        arrays = [np.asarray(x) for x in inputs]
+        numbers = [Numbers.taken(options, f"{side}_") for side in ("teacher", "student")]
+        mask = Mask(**options)
+        super().__init__(arrays[0], layout, mask.cu_seqlens_q is not None)
+        self._inputs = [self.canonical(exact(x), 1) for x in arrays]
+        self._shapes = [x.shape for x in self._inputs]
+        self.row_shape = self._inputs[0].shape[:3]
+        dims = arrays[0].shape[-1], arrays[2].shape[-1]
+        self._scales = tuple(x.factor(dim) for x, dim in zip(numbers, dims, strict=True))
+        self._scores = tuple(x.rule() for x in numbers)
+        shape = (*self.row_shape, self._shapes[1][2])
+        self.visible = np.broadcast_to(visible(shape, mask), shape)
+
     def canonical_rows(self, x: Array) -> Array:
-        return self._canonical(x, 0)
+        return self.canonical(x, 0)
 
     def callers_rows(self, x: Array) -> Array:
-        return self._callers(x)
+        return self.callers(x)
 
     def callers_inputs(self, arrays: list[Array]) -> Grads:
-        return Grads(*(self._callers(x) for x in arrays))
+        return Grads(*(self.callers(x) for x in arrays))
 
     def zeros(self) -> list[Array]:
         return [np.zeros(shape) for shape in self._shapes]
@@ -403,5 +416,5 @@ class _Call:
                         factor = score.factor(scale)
                         sizes = np.maximum(np.abs(factor * slopes) * (np.abs(q) @ np.abs(k).T), np.abs(logits))
                     keys.append(key)
-                    halves.append(_Half(_finite_rows(q), _finite_rows(k), logits, factor, slopes, sizes))
+                    halves.append(_Half(finite_rows(q), finite_rows(k), logits, factor, slopes, sizes))
                 yield (b, h), keys, halves[0], halves[1]
