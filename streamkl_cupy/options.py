@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 
 from .arguments import FAR, a_kind_of, choice, flag, integer, listed
-from .ops import ATTENTION_KL, Op
+from .ops import ATTENTION_KL, SPARSE_ATTENTION, Op
 from .problem import Side
 from .rules.divergences import DIVERGENCES, PARAMETERS
 from .rules.masks import ARRAYS
@@ -189,7 +189,23 @@ class Options(NamedTuple):
     return_entropy: Annotated[bool, Row(flag, "bool", shared=False)] = False
 
 
-OPTIONS: Final[dict[str, Any]] = {ATTENTION_KL.name: Options}
+class AttentionOptions(NamedTuple):
+    """Those of `sparse_attention`."""
+
+    scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
+    softcap: Annotated[float | None, Row(_softcap, "float?", symbol=True)] = None
+    causal: Annotated[bool, Row(flag, "bool")] = False
+    q_offset: Annotated[int | None, Row(integer, "SymInt?")] = None
+    window: Annotated[tuple[int, int] | None, Row(_window, "SymInt[]?")] = None
+    block_mask: Annotated["BlockPattern | None", Row(_pattern, "Tensor?")] = None
+    layout: Annotated[str, Row(lambda name, value: choice(name, value, LAYOUTS), "str")] = "bhnd"
+    precision: Annotated[str, Row(lambda name, value: choice(name, value, PRECISIONS), "str")] = "highest"
+    deterministic: Annotated[
+        bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")
+    ] = None
+
+
+OPTIONS: Final[dict[str, Any]] = {ATTENTION_KL.name: Options, SPARSE_ATTENTION.name: AttentionOptions}
 """The static options of each operation, by its name."""
 
 

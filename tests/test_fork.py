@@ -174,14 +174,14 @@ def test_a_signal_handler_forks_in_the_middle_of_a_call() -> None:
 
 GOING_ON = """
 import streamkl_cupy.concurrency.threads as own
-from streamkl_cupy.numpy_backend import Runner
+from streamkl_cupy.numpy_backend.attention_kl import KLBlocks
 
 if own.available() < 2:
     sys.exit(0)  # BLAS has no threads that could be held, and so the call has none
 own.usable_cores = lambda: 2
 x = arrays_of(700, 4)
 expected = streamkl_cupy.attention_kl(*x)
-real, main, pids = Runner._block_forward, threading.get_ident(), []
+real, main, pids = KLBlocks.forward, threading.get_ident(), []
 
 def block(*given):
     if threading.get_ident() == main and not pids:
@@ -191,7 +191,7 @@ def block(*given):
             signal.alarm(30)
     return real(*given)
 
-Runner._block_forward = block
+KLBlocks.forward = block
 try:
     found = streamkl_cupy.attention_kl(*x)
 except streamkl_cupy.StreamKLError as error:

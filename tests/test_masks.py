@@ -566,9 +566,9 @@ def pairs_computed(**options: Any) -> int:
     total = 0
     for segment in runner._segments(seen)[0]:
         for b, h in runner._groups(segment):
-            for at in runner._blocks(segment, b, h):
+            for at in runner._cut(segment, b, h):
                 rows = (at.b.stop - at.b.start) * (at.h.stop - at.h.start) * (at.q.stop - at.q.start)
-                for tile in runner._tiles(segment, at):
+                for tile in runner._blocks.tiles(segment, at):
                     count = tile.k.stop - tile.k.start if isinstance(tile.k, slice) else len(tile.k)
                     total += rows * count
     return total

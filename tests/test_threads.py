@@ -13,8 +13,9 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import call, patterns
 from streamkl_cupy.concurrency import threads
-from streamkl_cupy.numpy_backend import NumPyPlan, Runner
+from streamkl_cupy.numpy_backend import NumPyPlan
 from streamkl_cupy.numpy_backend import plan as cut
+from streamkl_cupy.numpy_backend.attention_kl import KLBlocks
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing.problems import make, upstream
 
@@ -160,7 +161,7 @@ class Seen:
         self.threads: set[int] = set()
         self.blas: set[int] = set()
         self.fail: Callable[[], None] = lambda: None
-        real = Runner._block_forward
+        real = KLBlocks.forward
 
         def block(*given: Any) -> Any:
             self.threads.add(threading.get_ident())
@@ -169,7 +170,7 @@ class Seen:
             self.fail()
             return real(*given)
 
-        monkeypatch.setattr(Runner, "_block_forward", block)
+        monkeypatch.setattr(KLBlocks, "forward", block)
 
 
 @pytest.fixture

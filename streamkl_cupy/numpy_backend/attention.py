@@ -14,13 +14,15 @@ upstream rows that are not finite are 0 in products, and the pairs that do see t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from ..concurrency.threads import Team
 from ..rules.divergences.sums import LN2, REFERENCE_SLACK
-from .block import Array, Half, Scratch, Tile, not_finite, poison
-from .elements import widen
+from .block import Array, Block, Half, Scratch, Segment, Tile, not_finite, poison
+from .blocks import BackwardTask, Blocks
+from .elements import narrow, widen
 
 
 class Values:
@@ -36,7 +38,7 @@ class Values:
         """The values of a tile, (b, hk, n, D_v), with 0 for those that are not finite."""
         v: Array = self._all[:, :, tile.k]
         if v.dtype != self._dtype or v.strides[-1] != v.itemsize or v.strides[-2] < v.itemsize * v.shape[-1]:
-            v = widen(v, self._scratch("values", v.shape))
+            v = widen(v, self._scratch("value", v.shape))
         self.bad = not_finite(v)
         return v if self.bad is None else np.where(self.bad[..., None], v.dtype.type(0), v)
 
@@ -147,7 +149,7 @@ def tile_gradients(
         if rows.bad is not None:
             poison(p, rows.bad[..., None], tile.visible)
         heads = half.keys.shape[1]
-        d_values = scratch("values", (*half.keys.shape[:3], rows.grad.shape[-1]))
+        d_values = scratch("value", (*half.keys.shape[:3], rows.grad.shape[-1]))
         np.matmul(fold(p, heads).swapaxes(-1, -2), fold(rows.grad, heads), out=d_values)
     return TileGradients(d_values, d_logits)
 
@@ -156,3 +158,54 @@ def fold(x: Array, key_heads: int) -> Array:
     """(b, h, m, x) -> (b, hk, h / hk * m, x): the query heads of one key head become more rows of it."""
     b, h, m, width = x.shape
     return x.reshape(b, key_heads, h // key_heads * m, width)
+
+
+class AttentionBlocks(Blocks):
+    """Of `sparse_attention`."""
+
+    empty: ClassVar[tuple[float, ...]] = (-np.inf, 0.0)
+
+    def forward(
+        self, views: dict[str, Array], segment: Segment, at: Block, scratch: Scratch, team: Team[Any]
+    ) -> tuple[Array | None, ...]:
+        (half,) = self.halves(views, at, scratch)
+        values = self._values(views, at, half, scratch)
+        state = RowState(half.q.shape[:3], views["value"].shape[-1], self.dtype)
+        for tile in self.tiles(segment, at):
+            team.pause()
+            state.absorb(half.logits(tile), values, tile, scratch)
+        out, lse = state.finish(half.offset)
+        return lse, out
+
+    def backward(self, task: BackwardTask, scratch: Scratch, team: Team[Any]) -> None:
+        group, at = task.group, task.at
+        views, grads = group.views, group.grads
+        (half,) = self.halves(views, at, scratch)
+        values = self._values(views, at, half, scratch)
+        saved = {name: widen(x[at], np.empty(x[at].shape, self.dtype)) for name, x in group.rows.items()}
+        rows = UpstreamRows.of(saved["grad"], saved["out"], saved["lse"], saved.get("grad_lse"))
+        # The scale weighs whole rows; rows without keys weigh nothing whatever memory holds.
+        weight = np.where(rows.empty, self.dtype.type(0), self.dtype.type(half.factor))
+        wanted = "value" in grads, "query" in grads or "key" in grads
+        dq = np.zeros(half.q.shape, self.dtype) if "query" in grads else None
+        weighted_q = half.weighted(weight) if "key" in grads else None
+        heads = slice(half.key_heads.start - group.first_head // half.group, None)
+        for tile in self.tiles(group.segment, at):
+            team.pause()
+            found = tile_gradients(half, values, rows, tile, wanted, scratch)
+            if dq is not None and found.logits is not None:
+                half.add_dq(dq, found.logits)
+            if weighted_q is not None and found.logits is not None:
+                total = group.totals["key"][:, heads][:, : half.keys.shape[1]]
+                half.add_dk(total, tile, found.logits, weighted_q, task.turn)
+            if found.values is not None:
+                task.turn.wait(tile.end)
+                group.totals["value"][:, heads][:, : half.keys.shape[1], tile.k] += found.values
+            task.turn.reach(tile.end)
+        if dq is not None:
+            dq += half.lacking(rows.by_lse)
+            out = grads["query"]
+            out[at] = narrow(dq * weight[..., None], out.dtype)
+
+    def _values(self, views: dict[str, Array], at: Block, half: Half, scratch: Scratch) -> Values:
+        return Values(views["value"][at.b, half.key_heads], self.dtype, scratch)

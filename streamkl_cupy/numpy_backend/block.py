@@ -1,4 +1,4 @@
-"""What the threads of a call work on: a block of rows, and tiles of keys of both distributions."""
+"""What the threads of a call work on: a block of rows, and tiles of keys."""
 
 from __future__ import annotations
 
@@ -121,15 +121,17 @@ class Segment(NamedTuple):
 
 
 class Half:
-    """One of the two distributions inside one block: b batches, h query heads on hk key heads, m rows of width D."""
+    """One distribution inside one block: b batches, h query heads on hk key heads, m rows of width D."""
 
-    def __init__(self, name: str, side: Side, views: dict[str, Array], at: Block, scratch: Scratch) -> None:
+    def __init__(self, name: str, side: Side, pair: tuple[Array, Array], at: Block, scratch: Scratch) -> None:
+        """Of all its queries and keys, (batch, head, row, column)."""
+        q, k = pair
         self.name, self.group, self.scratch = name, side.group, scratch
         self.score, self.scale = score_of(side), side.scale
         self.factor = self.score.factor(side.scale)
         self.key_heads = slice(at.h.start // side.group, (at.h.stop - 1) // side.group + 1)
-        self._all_keys = views[f"{name}_k"][at.b, self.key_heads]
-        rows = views[f"{name}_q"][at.b, at.h, at.q]
+        self._all_keys = k[at.b, self.key_heads]
+        rows = q[at.b, at.h, at.q]
         self.q = widen(rows, scratch(f"{name}_q", rows.shape))
         self.keys = self.q
         self.common: Array | None = None
@@ -216,6 +218,14 @@ class Half:
         product = self.scratch("product", total.shape)
         np.matmul(self._fold(d_logits), self.keys, out=self._fold(product))
         total += product
+
+    def lacking(self, sums: Array | float) -> Array | float:
+        """What `add_dq` lacks where gradients of a row's logits add up to `sums` (b, h, m), and not to 0: that much of
+        the common part of the keys."""
+        if self.common is None or isinstance(sums, float):
+            return 0.0
+        common = np.repeat(self.common, sums.shape[1] // self.common.shape[1], axis=1)
+        return np.asarray(sums[..., None] * common)
 
     def add_dk(self, total: Array, tile: Tile, d_logits: Array, weighted_q: Array, turn: Turn) -> None:
         """total (b, hk, N, D) += d_logits^T weighted_q at the keys of the tile, when it is the block's turn."""

@@ -84,7 +84,8 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
     blocks = -(-problem.batch // batches) * -(-problem.heads // heads) * -(-M // m)
     buffers = _buffers(problem, batches * heads, m, n)
     scratch = sum(buffers.values())
-    product = max(min(heads, x.group) * m * n * x.dim for x in problem.distributions)
+    wide = max(_dims(problem))
+    product = max(min(heads, x.group) * m * n * wide for x in problem.distributions)
     itemsize = np.dtype(problem.stat_dtype).itemsize
     threads = max(min(threads, blocks), 1)
     return NumPyPlan(problem.stat_dtype, batches, heads, m, n, blocks, scratch * itemsize, product, threads, buffers)
@@ -92,7 +93,8 @@ def make_plan(problem: Problem, queries: int | None = None, keys: int | None = N
 
 def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
     """Elements of each buffer that a block of `heads` heads, all batch entries counted, needs at most."""
-    sizes = dict.fromkeys(divergences.of(problem).tile_buffers, heads * m * n)
+    own = divergences.of(problem).tile_buffers if "divergence" in problem.operation.rules else ("d_logits",)
+    sizes = dict.fromkeys(own, heads * m * n)
     if problem.entropy:
         sizes["entropy"] = heads * m * n
     for name, side in problem.sides.items():
@@ -102,8 +104,16 @@ def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
             sizes[f"{name}_slopes"] = heads * m * n
         sizes[f"{name}_q"] = sizes[f"{name}_qw"] = heads * m * dim
         sizes[f"{name}_k"] = heads * n * dim
-    sizes["product"] = heads * max(m, n) * max(side.dim for side in problem.distributions)
+    for spec in problem.operation.operands:
+        if spec.extra:
+            sizes[spec.name] = heads * n * problem.operand(spec.name).dim
+    sizes["product"] = heads * max(m, n) * max(_dims(problem))
     return sizes
+
+
+def _dims(problem: Problem) -> list[int]:
+    """Columns of all operands."""
+    return [*(side.dim for side in problem.distributions), *(x.dim for x in problem.extras)]
 
 
 def _shared(heads: int, rows: int, threads: int) -> int:

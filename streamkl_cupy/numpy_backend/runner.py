@@ -1,12 +1,15 @@
 """The same tile streaming on the CPU, in NumPy: the embedded default for arrays that live there.
 
+What is here, all operations with queries, keys and masks have in common; each has its blocks, forward and
+backward, in a module of its own (`blocks.py` says what these are).
+
 A block is some query rows of some heads; it walks over the key axis in tiles small enough for the cache, so no M x N
 matrix ever exists. Per tile the work is two BLAS products and about ten in-place passes. Logits are held in base 2
 (the factor log2(e) rides on the scale), because exp2 is the cheapest exponential NumPy has. The scale is applied to the
 products, not to the queries: products of 16-bit numbers are exact in float32, those of scaled ones are not.
 
-What a dot product means, the score says (`rules/scores/`); what is summed of a row's logits, and what their derivatives
-are, the divergence (`rules/divergences/`); which keys a row sees, the parts of the mask (`rules/masks/`).
+What a dot product means, the score says (`rules/scores/`); which keys a row sees, the parts of the mask
+(`rules/masks/`).
 
 A vector added to all keys of a head changes no probability, but it is rounded with every logit, and a query gradient
 gets it as often as its logit gradients fail to add up to 0. Where keys share a large part, `common_part` finds it and
@@ -26,77 +29,25 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved, host
 from ..concurrency.threads import Team, Turn
+from ..ops import ATTENTION_KL, SPARSE_ATTENTION
 from ..problem import Problem
-from ..rules import divergences
 from ..rules import masks as rules
-from ..rules.divergences.interface import RowResults, RowState
-from ..rules.scores.interface import LOG2E
-from .block import Array, Block, Half, Scratch, Segment, Tile, Totals, canonical, rows_at, slices
+from .attention import AttentionBlocks
+from .attention_kl import KLBlocks
+from .block import Array, Block, Scratch, Segment, canonical, rows_at, slices
+from .blocks import BackwardTask, Blocks, ForwardTask, Group
 from .elements import narrow
 from .plan import LEAST_SHARED_PRODUCT, NumPyPlan, head_group, make_plan, threads_for
 
 _Task = TypeVar("_Task")
 
-
-class _ForwardTask(NamedTuple):
-    """One block of the forward, with what it reads and where its rows go."""
-
-    segment: Segment
-    at: Block
-    views: dict[str, Array]
-    outputs: list[Array]
-
-
-class _BackwardTask(NamedTuple):
-    """One block of the backward, with its turn at the key gradients of its group."""
-
-    group: _Group
-    at: Block
-    turn: Turn
-
-
-@dataclass
-class _Group:
-    """Blocks of the backward that add to the same key gradients, and these."""
-
-    segment: Segment
-    views: dict[str, Array]
-    rows: dict[str, Array]
-    grads: dict[str, Array]
-    keys: dict[str, Array]
-    first_head: int
-    blocks: deque[Block]
-
-    def __post_init__(self) -> None:
-        self.unfinished = len(self.blocks)
-        self._turn: Turn | None = None
-
-    def task(self, team: Team[Any], dtype: np.dtype[Any]) -> _BackwardTask:
-        """The next block; the first one brings the sums."""
-        if self._turn is None:
-            self.totals = Totals(self.keys, dtype)
-        self._turn = Turn(team, self._turn)
-        return _BackwardTask(self, self.blocks.pop(), self._turn)
-
-    def done(self, team: Team[Any]) -> None:
-        """A block is finished; the last one rounds the sums and lets go of them."""
-        with team.lock:
-            self.unfinished -= 1
-            last = self.unfinished == 0
-        if last:
-            self.totals.store()
-            del self.totals
-
-
-def _wants(side: str, grads: dict[str, Array]) -> bool:
-    return f"{side}_q" in grads or f"{side}_k" in grads
+BLOCKS: dict[str, type[Blocks]] = {ATTENTION_KL.name: KLBlocks, SPARSE_ATTENTION.name: AttentionBlocks}
 
 
 class Runner:
@@ -108,8 +59,7 @@ class Runner:
         self.problem = problem
         self._plans: dict[int, NumPyPlan] = {}
         self._dtype = np.dtype(problem.stat_dtype)
-        self._divergence = divergences.of(problem)
-        self._mask = rules.parts_of(problem.mask)
+        self._blocks: Blocks = BLOCKS[problem.op](problem)
         self._scores = problem.batch * problem.heads * problem.queries * problem.keys
 
     @property
@@ -131,7 +81,7 @@ class Runner:
     def forward(
         self, inputs: Inputs, outputs: Results, stream: int = 0, workspace: int = 0, masks: MaskArrays | None = None
     ) -> None:
-        """Write KL and both log-sum-exps of every row.
+        """Write every element of the outputs.
 
         Raises:
             ValueError: lengths or sequence bounds that do not fit; nothing has been written then.
@@ -139,24 +89,25 @@ class Runner:
         op = self.problem.operation
         segments, count = self._segments(masks)
         views = self._views(inputs)
-        rows = [self._rows(name, x) for name, x in zip(op.results, outputs, strict=True) if x is not None]
+        given = [(self._rows(x), empty) for x, empty in zip(outputs, self._blocks.empty, strict=True) if x is not None]
+        rows = [x for x, _ in given]
         if self.problem.sequences:  # rows after the last sequence
-            for out, empty in zip(rows, (0, -np.inf, -np.inf, *(0 for _ in rows[3:])), strict=True):
+            for out, empty in given:
                 out[...] = empty
 
-        def tasks() -> Iterator[_ForwardTask]:
+        def tasks() -> Iterator[ForwardTask]:
             for segment in segments:
                 here, out_rows = rows_at(op, views, segment), [x[:, :, segment.q] for x in rows]
                 for b, h in self._groups(segment):
-                    for at in self._blocks(segment, b, h):
-                        yield _ForwardTask(segment, at, here, out_rows)
+                    for at in self._cut(segment, b, h):
+                        yield ForwardTask(segment, at, here, out_rows)
 
-        def work(team: Team[_ForwardTask]) -> None:
+        def work(team: Team[ForwardTask]) -> None:
             scratch = scratches.pop()
             for task in team:
-                found = self._block_forward(task.views, task.segment, task.at, scratch, team)
+                found = self._blocks.forward(task.views, task.segment, task.at, scratch, team)
                 for out, x in zip(task.outputs, [x for x in found if x is not None], strict=True):
-                    out[task.at] = x
+                    out[task.at] = x if x.dtype == out.dtype else narrow(x, out.dtype)
 
         scratches = self._scratches(segments, count)
         self._team(segments, tasks(), count).run(work)
@@ -179,24 +130,24 @@ class Runner:
         op = self.problem.operation
         segments, count = self._segments(masks)
         views, grads = self._views(inputs), self._views(outputs)
-        rows = {name: self._rows(name, x) for name, x in zip(op.Saved._fields, saved, strict=True) if x is not None}
+        rows = {name: self._rows(x) for name, x in zip(op.Saved._fields, saved, strict=True) if x is not None}
         for x in grads.values():
             x[...] = 0
 
-        def groups() -> Iterator[_Group]:
+        def groups() -> Iterator[Group]:
             for segment in segments:
                 here, grads_here = rows_at(op, views, segment), rows_at(op, grads, segment)
                 rows_here = {name: x[:, :, segment.q] for name, x in rows.items()}
                 for b, h in self._groups(segment):
                     keys = {
-                        name: grads_here[name][b, slice(h.start // side.group, h.stop // side.group)]
-                        for name, side in [(f"{side}_k", x) for side, x in self.problem.sides.items()]
-                        if name in grads_here
+                        x.name: grads_here[x.name][b, slice(h.start // side.group, h.stop // side.group)]
+                        for x, side in ((x, self.problem.side(x.side)) for x in op.operands if x.rows == "k")
+                        if x.name in grads_here
                     }
-                    blocks = deque(self._blocks(segment, b, h))
-                    yield _Group(segment, here, rows_here, grads_here, keys, h.start, blocks)
+                    blocks = deque(self._cut(segment, b, h))
+                    yield Group(segment, here, rows_here, grads_here, keys, h.start, blocks)
 
-        def tasks() -> Iterator[_BackwardTask]:
+        def tasks() -> Iterator[BackwardTask]:
             # As many groups side by side as there are threads, so that these seldom meet in the same keys. Of each its
             # last rows first: under a causal mask they are the most work.
             waiting = groups()
@@ -207,10 +158,10 @@ class Runner:
                     if group.blocks:
                         window.append(group)
 
-        def work(team: Team[_BackwardTask]) -> None:
+        def work(team: Team[BackwardTask]) -> None:
             scratch = scratches.pop()
             for task in team:
-                self._block_backward(task, scratch, team)
+                self._blocks.backward(task, scratch, team)
                 task.turn.reach(Turn.DONE)
                 task.group.done(team)
 
@@ -236,8 +187,8 @@ class Runner:
             if x is not None
         }
 
-    def _rows(self, name: str, x: ArrayView) -> Array:
-        return canonical(host(x), self.problem.layout, name == "moments")
+    def _rows(self, x: ArrayView) -> Array:
+        return canonical(host(x), self.problem.layout, len(x.shape) - len(self.problem.row_shape))
 
     def _segments(self, masks: MaskArrays | None) -> tuple[list[Segment], int]:
         """The sequences, or the whole, with the mask's values checked, and how many threads share them."""
@@ -269,101 +220,7 @@ class Runner:
                 for h in slices(p.heads, max(segment.plan.heads, head_group(p))):
                     yield b, h
 
-    def _blocks(self, segment: Segment, b: slice, h: slice) -> Iterator[Block]:
+    def _cut(self, segment: Segment, b: slice, h: slice) -> Iterator[Block]:
         for heads in slices(h.stop, segment.plan.heads, h.start):
             for q in slices(segment.scene.queries, segment.plan.queries):
                 yield Block(b, heads, q)
-
-    def _tiles(self, segment: Segment, at: Block) -> Iterator[Tile]:
-        """The keys that any row of the block may see: stretches of them, or where the mask has holes, picked ones."""
-        q0, q1, step = at.q.start, at.q.stop, segment.plan.keys
-        if not self._mask:
-            for k in slices(segment.scene.keys, step):
-                yield Tile(k, None)
-            return
-        scene = segment.scene._replace(
-            arrays={name: x[at.b] for name, x in segment.scene.arrays.items()}, heads=range(at.h.start, at.h.stop)
-        )
-        k0, k1 = rules.key_range(self._mask, scene, q0, q1)
-        some = rules.holes(self._mask, scene, q0, q1, k0, k1)
-        if some is None or some.all():
-            for k in slices(k1, step, k0):
-                if rules.full(self._mask, scene, q0, q1, k.start, k.stop):
-                    yield Tile(k, None)
-                else:
-                    yield Tile(k, rules.visible(self._mask, scene, np.arange(q0, q1), np.arange(k.start, k.stop)))
-            return
-        picked = k0 + np.flatnonzero(some)
-        for part in slices(len(picked), step):
-            keys = picked[part]
-            visible = rules.visible(self._mask, scene, np.arange(q0, q1), keys)
-            yield Tile(keys, None if visible.all() else visible)
-
-    def _halves(self, views: dict[str, Array], at: Block, scratch: Scratch) -> tuple[Half, Half]:
-        p = self.problem
-        teacher, student = (Half(name, side, views, at, scratch) for name, side in p.sides.items())
-        return teacher, student
-
-    def _block_forward(
-        self, views: dict[str, Array], segment: Segment, at: Block, scratch: Scratch, team: Team[Any]
-    ) -> RowResults:
-        teacher, student = self._halves(views, at, scratch)
-        state: RowState = self._divergence.row_state(teacher.q.shape[:3], self._dtype, self.problem.entropy)
-        for later in (None, *self._divergence.later_states):
-            state = state if later is None else later(state)
-            for tile in self._tiles(segment, at):
-                team.pause()
-                state.absorb(teacher.logits(tile), student.logits(tile), tile.visible, scratch)
-        return state.finish(teacher.offset, student.offset)
-
-    def _block_backward(self, task: _BackwardTask, scratch: Scratch, team: Team[Any]) -> None:
-        group, at, divergence = task.group, task.at, self._divergence
-        views, grads, segment = group.views, group.grads, group.segment
-        halves = self._halves(views, at, scratch)
-        wanted = _wants("teacher", grads), _wants("student", grads)
-        saved = {name: x[at].astype(self._dtype) for name, x in group.rows.items()}
-        value: Array | float = 0.0
-        if any(want and half.name in divergence.needs_value for half, want in zip(halves, wanted, strict=True)):
-            if "kl" not in saved:
-                saved["kl"] = self._block_forward(views, segment, at, scratch, team).value
-            value = saved["kl"][..., None] * LOG2E
-        if "moments" in saved:
-            value = saved["moments"][..., None, :]
-        # -inf marks a row without keys: not a number to subtract, and the row weighs nothing whatever memory holds.
-        empty = np.isneginf(saved["teacher_lse"])
-        lses: list[Array] = []
-        # Upstream gradient and both factors weigh whole rows, so they multiply the m x D side of each product, not the
-        # m x n one.
-        weight = {
-            half.name: np.where(empty, 0, saved["grad"]) * half.factor * factor
-            for half, factor in zip(halves, divergence.factors, strict=True)
-        }
-        dq = {half.name: np.zeros(half.q.shape, self._dtype) for half in halves if f"{half.name}_q" in grads}
-        weighted_q = {half.name: half.weighted(weight[half.name]) for half in halves if f"{half.name}_k" in grads}
-        for tile in self._tiles(segment, at):
-            team.pause()
-            x, y = (half.logits(tile, want) for half, want in zip(halves, wanted, strict=True))
-            # What the logits lack is known with the first tile.
-            lses = lses or [
-                np.where(empty, 0, saved[f"{half.name}_lse"] * LOG2E - half.offset)[..., None] for half in halves
-            ]
-            x -= lses[0]
-            y -= lses[1]
-            both = divergence.tile_gradients(x, y, value, wanted, tile.visible, scratch)
-            for half, d_logits in zip(halves, both, strict=True):
-                if d_logits is None:
-                    continue
-                if half.slopes is not None:
-                    d_logits *= half.slopes
-                half.clean(d_logits, tile)
-                if half.name in dq:
-                    half.add_dq(dq[half.name], d_logits)
-                if half.name in weighted_q:
-                    heads = slice(half.key_heads.start - group.first_head // half.group, None)
-                    total = group.totals[f"{half.name}_k"][:, heads][:, : half.keys.shape[1]]
-                    half.add_dk(total, tile, d_logits, weighted_q[half.name], task.turn)
-            task.turn.reach(tile.end)
-        for half in halves:
-            if half.name in dq:
-                out = grads[f"{half.name}_q"]
-                out[at] = narrow(dq[half.name] * weight[half.name][..., None], out.dtype)
