@@ -18,7 +18,16 @@ from .api import (
     plan,
     warmup,
 )
-from .attention import AttentionForward, AttentionGradients, merge_attention_states
+from .attention import (
+    AttentionForward,
+    AttentionGradients,
+    merge_attention_states,
+    sparse_attention,
+    sparse_attention_backward,
+    sparse_attention_forward,
+    sparse_attention_plan,
+    sparse_attention_warmup,
+)
 from .errors import CaptureError, CompilerError, DriverError, StreamKLError
 from .frameworks.base import DOORS
 
@@ -41,6 +50,11 @@ __all__ = [
     "merge_attention_states",
     "patterns",
     "plan",
+    "sparse_attention",
+    "sparse_attention_backward",
+    "sparse_attention_forward",
+    "sparse_attention_plan",
+    "sparse_attention_warmup",
     "warmup",
 ]
 __version__ = "0.2.0"

@@ -63,6 +63,25 @@ if TYPE_CHECKING:
         row_weight: Any
         reduction: Reduction
 
+    class SharedByAttention(TypedDict, total=False):
+        """The same of `sparse_attention`."""
+
+        scale: float | None
+        softcap: float | None
+        causal: bool
+        q_offset: int | None
+        window: tuple[int | None, int | None] | None
+        key_lengths: Any
+        query_lengths: Any
+        cu_seqlens_q: Any
+        cu_seqlens_k: Any
+        key_mask: Any
+        query_mask: Any
+        block_mask: BlockPattern | None
+        layout: Layout
+        precision: Precision
+        deterministic: bool | None
+
 
 class Row(NamedTuple):
     """What there is to know of an option besides its name, type and default."""

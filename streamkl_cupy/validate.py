@@ -105,6 +105,21 @@ def saved_rows(
         ) from None
 
 
+def attention_saved(saved: Any) -> tuple[Any, Any]:
+    """Outputs and log-sum-exps that a forward saved."""
+    if saved is None:
+        raise TypeError(
+            "saved is missing; pass saved=forward, the whole result of sparse_attention_forward(...) on the same inputs"
+        )
+    try:
+        return saved.out, saved.lse
+    except AttributeError:
+        raise TypeError(
+            f"saved is {a_kind_of(saved)}; allowed is what sparse_attention_forward or merge_attention_states "
+            f"returns, with its fields out and lse"
+        ) from None
+
+
 def gradients_built(problem: Problem, wrt: tuple[str, ...]) -> None:
     """Refuse gradients that no kernel computes."""
     if problem.device.kind != "cuda":
@@ -222,13 +237,14 @@ def row_array(view: ArrayView, row_shape: tuple[int, ...], dtype: str, like: Arr
 
 def saved_array(view: ArrayView, result: str, shape: tuple[int, ...], dtype: str, like: ArrayView) -> None:
     """Check an array that a backward reads: a result of the forward, or a derivative of one."""
-    if view.name == result or len(shape) < len(like.shape):
+    if len(shape) < len(like.shape):
         row_array(view, shape, dtype, like)
         return
     if view.shape != shape:
-        raise ValueError(f"{view.name}: shape {view.shape}, but it is the derivative of {result}, which has {shape}")
+        what = "of the forward, which gave" if view.name == result else f"the derivative of {result}, which has"
+        raise ValueError(f"{view.name}: shape {view.shape}, but it is {what} {shape}")
     if view.dtype != dtype:
-        raise TypeError(f"{view.name}: dtype {view.dtype}, but {result} is {dtype}; convert it")
+        raise TypeError(f"{view.name}: dtype {view.dtype}, but {result} of this call is {dtype}; convert it")
     same_place(like, view)
 
 

@@ -11,8 +11,15 @@ import pytest
 from numpy.typing import NDArray
 
 import streamkl_cupy
+from streamkl_cupy import patterns
+from streamkl_cupy.concurrency import threads
+from streamkl_cupy.numpy_backend import attention as tiles
+from streamkl_cupy.numpy_backend import plan as cut
+from streamkl_cupy.options import MASK_ARRAYS
 from streamkl_cupy.testing import attention as definition
-from streamkl_cupy.testing.problems import lengths
+from streamkl_cupy.testing.compare import check_gradient, check_lse
+from streamkl_cupy.testing.problems import MASK_OPTIONS, lengths, pattern
+from streamkl_cupy.testing.reference import Mask, rounded, visible
 
 Array = NDArray[Any]
 NAMES = ("query", "key", "value")
@@ -220,3 +227,404 @@ def test_a_merge_takes_one_framework(rng: np.random.Generator) -> None:
     outs, lses, _ = parts(rng)
     with pytest.raises(TypeError, match=r"outs\[0\] is a torch array, but outs\[1\] is a numpy array"):
         streamkl_cupy.merge_attention_states([torch.from_numpy(outs[0]), *outs[1:]], lses)
+
+
+# Every backend against the definition
+
+
+def options_of(backend: Any, options: dict[str, Any]) -> dict[str, Any]:
+    return {name: backend.mask_array(x) if name in MASK_ARRAYS else x for name, x in options.items()}
+
+
+def judge(
+    backend: Any,
+    x: tuple[Array, ...],
+    options: dict[str, Any],
+    dtype: str = "float32",
+    *,
+    rng: np.random.Generator,
+    wrt: tuple[str, ...] = NAMES,
+    by_lse: bool = True,
+    hard: bool = False,
+) -> tuple[Any, Any]:
+    """Run a call forward and backward in poisoned memory, and hold it against float64 on the same rounded inputs."""
+    x = tuple(rounded(a, dtype) for a in x)
+    compute = "float64" if dtype == "float64" else "float32"
+    given = options_of(backend, options)
+    arrays = tuple(backend.array(a, dtype) for a in x)
+    expected = definition.forward(*x, **options)
+    backend.poison(arrays)
+    found = streamkl_cupy.sparse_attention_forward(*arrays, **given)
+    assert (backend.dtype(found.out), backend.dtype(found.lse)) == (dtype, compute)
+    check_lse("lse", backend.numpy(found.lse), expected.lse, expected.largest, compute)
+    check_gradient("out", backend.numpy(found.out), expected.out, dtype, hard=hard)
+    grad = rounded(rng.standard_normal(expected.out.value.shape), dtype)
+    grad_lse = rng.standard_normal(expected.lse.shape).astype(np.float32) if by_lse else None
+    hidden = np.isneginf(expected.lse)
+    grad[hidden] = np.inf
+    if grad_lse is not None:
+        grad_lse[hidden] = np.nan
+    wanted = definition.backward(grad, grad_lse, *x, **options)
+    upstream = backend.array(grad, dtype), None if grad_lse is None else backend.array(grad_lse, compute)
+    backend.poison(arrays)
+    grads = streamkl_cupy.sparse_attention_backward(
+        upstream[0], *arrays, saved=found, grad_lse=upstream[1], wrt=wrt, **given
+    )
+    assert [g is not None for g in grads] == [name in wrt for name in NAMES]
+    for name, g, a, terms in zip(NAMES, grads, arrays, wanted, strict=True):
+        if g is not None:
+            assert backend.dtype(g) == backend.dtype(a)
+            check_gradient(f"gradient of {name}", backend.numpy(g), terms, dtype, hard=hard)
+    return found, grads
+
+
+def unseen(options: dict[str, Any], shape: tuple[int, ...], key_heads: int) -> tuple[Array, Array]:
+    """Which keys (B, H_k, N) and which rows (B, H, M) have no pair that is seen."""
+    B, H, _, N = shape
+    mask = Mask(**{k: v for k, v in options.items() if k in Mask._fields})
+    seen = np.broadcast_to(visible(shape, mask), shape)
+    return ~seen.any(axis=2).reshape(B, key_heads, H // key_heads, N).any(axis=2), ~seen.any(axis=3)
+
+
+def with_nan(x: tuple[Array, ...], options: dict[str, Any]) -> tuple[Array, ...]:
+    """NaN and Inf in keys and rows that have no pair, of inputs in canonical order."""
+    q, k, v = (a.copy() for a in x)
+    keys, rows = unseen(options, (*q.shape[:3], k.shape[2]), k.shape[1])
+    k[keys], v[keys], q[rows] = np.nan, np.inf, np.nan
+    return q, k, v
+
+
+def draw(rng: np.random.Generator) -> tuple[tuple[Array, ...], dict[str, Any], str]:
+    """Inputs and options of a random call: extents, groups, types, masks, patterns and scores; what no pair sees is
+    NaN."""
+    B, key_heads, group = (int(rng.integers(1, most)) for most in (4, 4, 4))
+    H, M, N = key_heads * group, int(rng.integers(0, 70)), int(rng.integers(0, 90))
+    dims = tuple(int(n) for n in rng.choice([1, 4, 8, 17, 32], 2))
+    packed = rng.random() < 0.15
+    B = 1 if packed else B
+    names = [n for n in MASK_OPTIONS if n not in ("packed", "blocks") and rng.random() < (0.3 if not packed else 0)]
+    options: dict[str, Any] = {}
+    for name in [*names, *["packed"] * packed, *["causal"] * (packed and rng.random() < 0.5)]:
+        options |= MASK_OPTIONS[name](rng, B, M, N)
+    if options.get("causal") and rng.random() < 0.4:
+        options["q_offset"] = int(rng.integers(-20, N + 20))
+    if not packed and M and N and rng.random() < 0.7:
+        options["block_mask"] = pattern(rng, H if rng.random() < 0.7 else 1, M, N)
+    if rng.random() < 0.3:
+        options["softcap"] = float(rng.uniform(0.5, 4))
+    options["scale"] = float(rng.choice([-1, 1]) * rng.uniform(0.2, 0.3))  # a plan of its own, with the tiles of now
+    x: tuple[Array, ...] = inputs(rng, M, N, dims, (H, key_heads), B)
+    x = with_nan(x, options)
+    if packed:
+        x = tuple(np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in x)
+    elif rng.random() < 0.3:
+        options["layout"] = "bnhd"
+        x = tuple(np.ascontiguousarray(a.swapaxes(1, 2)) for a in x)
+    return x, options, str(rng.choice(["float32", "float16", "bfloat16", "float64"]))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 8 x 16, so that small problems have many."""
+    for name, value in {"QUERY_TILE": 8, "KEY_TILE": 16, "BLOCK_ELEMENTS": 1024, "LONGEST_KEY_TILE": 64}.items():
+        monkeypatch.setattr(cut, name, value)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_random_calls(core: Any, rng: np.random.Generator) -> None:
+    """A hundred of them; on a GPU few, where each is a compilation."""
+    bfloat16 = pytest.importorskip("ml_dtypes") is not None
+    for _ in range(100 if core.device == "cpu" else 10):
+        x, options, dtype = draw(rng)
+        dtype = dtype if dtype in core.dtypes and (bfloat16 or dtype != "bfloat16") else "float32"
+        wrt = tuple(name for name in NAMES if rng.random() < 0.7) or ("value",)
+        judge(core, x, options, dtype, rng=rng, wrt=wrt, by_lse=bool(rng.random() < 0.5))
+
+
+@pytest.mark.parametrize(
+    "heads, M, N, block, causal, offset",
+    [((4, 2), 96, 96, 16, True, None), ((3, 3), 70, 70, 16, True, None), ((8, 2), 40, 112, 32, True, 72),
+     ((2, 2), 64, 80, 16, False, None)],
+    ids=["square", "ragged", "more keys", "not causal"],
+)  # fmt: skip
+def test_patterns_with_nothing_in_a_row_and_a_column(
+    numpy_only: Any, rng: np.random.Generator, heads: tuple[int, int], M: int, N: int, block: int, causal: bool,
+    offset: int | None,
+) -> None:  # fmt: skip
+    """Offsets that are no multiple of the block; NaN in what the emptied row and column have to themselves."""
+    H, Hk = heads
+    size: dict[str, Any] = {"queries": M, "keys": N, "block": block, "causal": causal}
+    made = patterns.sharded(H, window=block, stride=5, key_heads=Hk, dense_heads=H // Hk, **size)
+    listed = made.dense()
+    listed[: H // Hk, 1] = False
+    listed[: H // Hk, :, 0] = False
+    options: dict[str, Any] = {"block_mask": patterns.from_dense(listed, **size), "causal": causal, "q_offset": offset}
+    if offset is None:
+        del options["q_offset"]
+    x = with_nan(inputs(rng, M, N, (8, 6), heads, B=1), options)
+    assert np.isnan(x[1]).any()
+    assert np.isnan(x[0]).any()
+    found, grads = judge(numpy_only, x, options, "float64", rng=rng)
+    empty = np.isneginf(found.lse)
+    assert empty.any()
+    assert (found.out[empty] == 0).all()
+    assert (grads.query[empty] == 0).all()
+    assert (grads.key[np.isnan(x[1])] == 0).all()
+
+
+def test_heads_that_share_keys_add_up_their_gradients(core: Any, rng: np.random.Generator) -> None:
+    x = inputs(rng, 24, 40, (16, 8), (6, 2), B=1)
+    repeated = (x[0], *(np.repeat(a, 3, axis=1) for a in x[1:]))
+    _, shared = judge(core, x, {"causal": True}, rng=np.random.default_rng(7))
+    _, apart = judge(core, repeated, {"causal": True}, rng=np.random.default_rng(7))
+    for got, one in zip(shared[1:], apart[1:]):
+        wanted = core.numpy(one).reshape(1, 2, 3, 40, -1).sum(axis=2)
+        np.testing.assert_allclose(core.numpy(got), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_column_with_gaps_where_keys_end_before_the_pattern(core: Any, rng: np.random.Generator) -> None:
+    """Query blocks 0, 5 and 9 visit key block 0; rows and keys end in the middle of tiles."""
+    listed = np.zeros((1, 10, 7), bool)
+    listed[0, [0, 5, 9], 0] = listed[0, :, 6] = listed[0, 3, 1:5] = True
+    made = patterns.from_dense(listed, queries=10 * 16 - 5, keys=7 * 16 - 3, block=16)
+    judge(core, inputs(rng, 155, 109, (16, 16), (2, 1), B=1), {"block_mask": made}, rng=rng)
+
+
+def test_patterns_of_nothing_and_of_everything(core: Any, rng: np.random.Generator) -> None:
+    x = inputs(rng, 64, 64, (16, 16), (2, 2), B=1)
+    listed = np.ones((2, 4, 4), bool)
+    everything = patterns.from_dense(listed, queries=64, block=16)
+    plain, dense = ({}, {"block_mask": everything})
+    for ours, other in zip(*(judge(core, x, o, rng=np.random.default_rng(3)) for o in (plain, dense))):
+        for a, b in zip(ours, other):
+            np.testing.assert_allclose(core.numpy(a), core.numpy(b), rtol=1e-5, atol=1e-5)
+    listed[0, 2] = False  # a row of one head, which the other has whole
+    judge(core, x, {"block_mask": patterns.from_dense(listed, queries=64, block=16)}, rng=rng)
+    nothing = patterns.from_dense(np.zeros((1, 4, 4), bool), queries=64, block=16)
+    found, grads = judge(core, tuple(np.full_like(a, np.nan) for a in x), {"block_mask": nothing}, rng=rng)
+    assert np.isneginf(core.numpy(found.lse)).all()
+    assert all((core.numpy(a) == 0).all() for a in (found.out, *grads))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)])
+def test_nothing_to_attend_to(core: Any, rng: np.random.Generator, sizes: tuple[int, int]) -> None:
+    judge(core, inputs(rng, *sizes), {}, rng=rng)
+
+
+def test_values_that_are_no_numbers_stay_with_those_that_see_them(core: Any, rng: np.random.Generator) -> None:
+    q, k, v = inputs(rng, 20, 20, (16, 16), (2, 2), B=1)
+    v[0, 0, 11, 3] = np.nan
+    arrays = [core.array(a, "float32") for a in (q, k, v)]
+    found = streamkl_cupy.sparse_attention_forward(*arrays, causal=True)
+    out = core.numpy(found.out)
+    assert np.isnan(out[0, 0, 11:, 3]).all()
+    assert np.isfinite(out[0, 0, :11]).all() or core.device != "cpu"
+    assert np.isfinite(out[0, 1]).all()
+    assert np.isfinite(core.numpy(found.lse)).all()
+    ones = core.array(np.ones_like(q), "float32")
+    dq, dk, dv = map(core.numpy, streamkl_cupy.sparse_attention_backward(ones, *arrays, saved=found, causal=True))
+    assert np.isnan(dq[0, 0, 11:]).all()
+    assert np.isnan(dk[0, 0]).all()
+    assert np.isfinite(dv).all()
+    assert np.isfinite(dq[0, 1]).all()
+    k[0, 1, 4, 0] = np.nan
+    found = streamkl_cupy.sparse_attention_forward(*(core.array(a, "float32") for a in (q, k, v)), causal=True)
+    assert np.isnan(core.numpy(found.lse)[0, 1, 4:]).all()
+    assert np.isnan(core.numpy(found.out)[0, 1, 4:]).all()
+
+
+def test_keys_with_a_large_part_in_common(numpy_only: Any, rng: np.random.Generator) -> None:
+    """It is taken from them, and gradients by the log-sum-exp have it all the same."""
+    q, k, v = inputs(rng, 30, 50)
+    _, grads = judge(numpy_only, (q, k + 30, v), {"causal": True, "q_offset": 3}, rng=rng)
+    assert np.abs(grads.query).max() > 3
+
+
+def test_parts_of_the_keys_are_the_whole_forward_and_backward(core: Any, rng: np.random.Generator) -> None:
+    """As where the keys are spread over devices: rows that see one part only are among them."""
+    q, k, v = inputs(rng, 40, 64, (16, 16), (4, 2), B=1)
+    grad, grad_lse = rng.standard_normal((1, 4, 40, 16)), rng.standard_normal((1, 4, 40))
+    array = core.array
+    up, up_lse = array(grad, "float32"), array(grad_lse, "float32")
+    whole = {"causal": True, "q_offset": 0}
+    wanted, wanted_grads = definition.forward(q, k, v, **whole), definition.backward(grad, grad_lse, q, k, v, **whole)
+    pieces = [
+        ([array(a, "float32") for a in (q, k[:, :, s], v[:, :, s])], {"causal": True, "q_offset": -s.start})
+        for s in (slice(0, 20), slice(20, 64))
+    ]
+    found = [streamkl_cupy.sparse_attention_forward(*x, **options) for x, options in pieces]
+    merged = streamkl_cupy.merge_attention_states([f.out for f in found], [f.lse for f in found])
+    np.testing.assert_allclose(core.numpy(merged.out), wanted.out.value, atol=1e-5)
+    np.testing.assert_allclose(core.numpy(merged.lse), wanted.lse, atol=1e-5)
+    grads = [
+        streamkl_cupy.sparse_attention_backward(up, *x, saved=merged, grad_lse=up_lse, **options)
+        for x, options in pieces
+    ]
+    got = (
+        sum(core.numpy(g.query) for g in grads),
+        *(np.concatenate([core.numpy(g[i]) for g in grads], axis=2) for i in (1, 2)),
+    )
+    for name, a, terms in zip(NAMES, got, wanted_grads):
+        np.testing.assert_allclose(a, terms.value, atol=2e-5, err_msg=name)
+
+
+def test_chunks_of_a_prompt_and_steps_of_a_decoder(core: Any, rng: np.random.Generator) -> None:
+    """Rows of the pattern beside a cache that is filled so far, each as in the whole prompt."""
+    q, k, v = (rounded(a, "float32") for a in inputs(rng, 200, 200, (16, 16), (4, 2), B=1))
+    made = patterns.sharded(4, window=32, stride=2, queries=200, block=16, causal=True, key_heads=2)
+    whole = definition.forward(q, k, v, causal=True, block_mask=made)
+    for first, last in ((0, 96), (96, 190), (190, 191), (191, 192), (192, 200)):
+        options = {"causal": True, "block_mask": made.rows(first, last, keys=last)}
+        x = [core.array(a, "float32") for a in (q[:, :, first:last], k[:, :, :last], v[:, :, :last])]
+        found = streamkl_cupy.sparse_attention_forward(*x, **options)
+        np.testing.assert_allclose(core.numpy(found.out), whole.out.value[:, :, first:last], atol=1e-5)
+        np.testing.assert_allclose(core.numpy(found.lse), whole.lse[:, :, first:last], atol=1e-5)
+
+
+def test_caches_that_are_filled_differently(core: Any, rng: np.random.Generator) -> None:
+    """One new row for each sequence; what lies behind a sequence's keys is whatever the cache held before."""
+    q, k, v = inputs(rng, 1, 96, (16, 16), (8, 2), B=3)
+    filled = np.array([96, 1, 40], np.int32)
+    for b, n in enumerate(filled):
+        k[b, :, n:] = v[b, :, n:] = np.nan
+    judge(core, (q, k, v), {"key_lengths": filled}, "float16", rng=rng)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_threads_change_no_bit(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of keys and values are sums over blocks, in one order whatever threads do."""
+    monkeypatch.setattr(cut, "LEAST_SHARED_SCORES", 1)
+    x = tuple(a.astype(np.float16) for a in inputs(rng, 70, 90, (16, 8), (4, 2)))
+    options: dict[str, Any] = {"causal": True, "scale": float(rng.uniform(0.2, 0.3)), "softcap": 3.0}
+    results = []
+    for count in (1, 3, 3, 2):
+        monkeypatch.setattr(threads, "available", lambda count=count: count)
+        rows = streamkl_cupy.sparse_attention_forward(*x, **options)
+        grads = streamkl_cupy.sparse_attention_backward(np.ones_like(rows.out), *x, saved=rows, **options)
+        results.append((*rows, *grads))
+    assert streamkl_cupy.sparse_attention_plan(*x, **options).threads == 2  # type: ignore[union-attr]
+    for other in results[1:]:
+        for one, another in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(one, another)
+
+
+def test_the_judge_sees_planted_faults(
+    numpy_only: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients without delta, a tile of values that is left out, log-sum-exps in base 2."""
+    x = inputs(rng, 30, 40)
+    judge(numpy_only, x, {"causal": True}, rng=rng)
+    of, finish, read = tiles.UpstreamRows.of, tiles.RowState.finish, tiles.Values.read
+    faults: list[tuple[Any, str, Any, str]] = [
+        (tiles.UpstreamRows, "of", lambda *a: of(*a)._replace(delta=np.zeros(a[2].shape)), "gradient of query"),
+        (tiles.RowState, "finish", lambda *a: (finish(*a)[0], finish(*a)[1] / tiles.LN2), "lse"),
+        (tiles.RowState, "finish", lambda *a: (0.99 * finish(*a)[0], finish(*a)[1]), "out"),
+        (tiles.Values, "read", lambda self, tile: read(self, tile) * (np.arange(40)[tile.k] != 7)[:, None], "out"),
+    ]
+    for owner, name, fault, where in faults:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, staticmethod(fault) if name == "of" else fault)
+            with pytest.raises(AssertionError, match=f"^{where}"):
+                judge(numpy_only, x, {"causal": True}, rng=rng)
+
+
+def test_explicit_functions_take_what_they_are_given_and_leave_it(backend: Any, rng: np.random.Generator) -> None:
+    """Results are new each time, and equal calls give equal ones."""
+    x = [backend.array(a, "float32") for a in inputs(rng, 9, 12)]
+    before = [backend.numpy(a).copy() for a in x]
+    first, second = (streamkl_cupy.sparse_attention_forward(*x, causal=True) for _ in range(2))
+    ones = backend.array(np.ones(first.out.shape), "float32")
+    grads = [streamkl_cupy.sparse_attention_backward(ones, *x, saved=first, causal=True) for _ in range(2)]
+    for a, b in ((first.out, second.out), (first.lse, second.lse), *zip(*grads, strict=True)):
+        np.testing.assert_array_equal(backend.numpy(a), backend.numpy(b))
+        assert a is not b
+    for a, b in zip(x, before, strict=True):
+        np.testing.assert_array_equal(backend.numpy(a), b)
+    assert isinstance(first, streamkl_cupy.AttentionForward)
+    assert isinstance(grads[0], streamkl_cupy.AttentionGradients)
+
+
+# Bad input
+
+
+BAD: list[tuple[str, Any, type[Exception], str]] = [
+    ("keys", lambda x: ((x[0], x[1], x[2][:, :, :5]), {}), ValueError, "value: 5 keys, but key has 12; both must"),
+    ("heads", lambda x: ((x[0], x[1], x[2][:, :1]), {}), ValueError, "value: 1 heads, but key has 2"),
+    ("batch", lambda x: ((x[0], x[1], x[2][:1]), {}), ValueError, "value: 1 batch entries, but .* has 2"),
+    ("dims", lambda x: ((x[0], x[1][..., :5], x[2]), {}), ValueError, "key: 5 columns, but query has 8"),
+    ("axes", lambda x: ((x[0], x[1], x[2][0]), {}), ValueError, r"value: shape .* has 3 axes, but query"),
+    ("types", lambda x: ((x[0], x[1], x[2].astype(np.float64)), {}), TypeError, "value is float64, but query is float"),
+    ("groups", lambda x: ((x[0][:, :3], x[1], x[2]), {}), ValueError, "key: 2 key heads do not divide the 3 query"),
+    ("wide", lambda x: ((x[0], x[1], np.zeros((2, 2, 12, 300), np.float32)), {}), NotImplementedError,
+     "value: head dim 300; built are 1 to 256"),
+    ("no array", lambda x: ((x[0], x[1], None), {}), TypeError, "value is None, not an array"),
+    ("scale", lambda x: (x, {"scale": math.inf}), ValueError, "scale=inf is not finite"),
+    ("cap", lambda x: (x, {"softcap": 0.0}), ValueError, "softcap=0.0; allowed are positive"),
+    ("layout", lambda x: (x, {"layout": "bhdn"}), ValueError, "layout"),
+    ("heads of a pattern", lambda x: (x, {"block_mask": patterns.strided(2, [0, 1], queries=9, keys=12)}), ValueError,
+     "block_mask is a pattern of 2 heads, but the inputs have 4 query heads"),
+    ("rows of a pattern", lambda x: (x, {"block_mask": patterns.full(queries=8, keys=12)}), ValueError,
+     "block_mask is a pattern for 8 query rows and 12 keys, but the inputs have 9 and 12"),
+    ("no pattern", lambda x: (x, {"block_mask": np.ones((1, 1), bool)}), TypeError, "from_dense makes of"),
+    ("lengths", lambda x: (x, {"key_lengths": np.array([3, 13], np.int32)}), ValueError, "key_lengths"),
+    ("offset", lambda x: (x, {"q_offset": 3}), ValueError, "q_offset=3 moves the diagonal"),
+    ("teacher", lambda x: (x, {"teacher_scale": 1.0}), TypeError, "no option 'teacher_scale'"),
+    ("mask", lambda x: (x, {"attn_mask": None}), TypeError, "no option 'attn_mask': .*key_mask"),
+    ("temperature", lambda x: (x, {"temperature": 2.0}), TypeError, r"divide the scale by it: scale=1 / \(T \* D"),
+    ("sink", lambda x: (x, {"sinks": 2.0}), TypeError, "merge_attention_states"),
+    ("four", lambda x: ((*x, x[0]), {}), TypeError, "takes 3 arguments by position, query, key, value, but 4 came. M"),
+    ("two", lambda x: (x[:2], {}), TypeError, "needs query, key, value, but 2 came: value missing. It takes queries"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, error, message", [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+@pytest.mark.parametrize(
+    "function", ["sparse_attention", "sparse_attention_forward", "sparse_attention_backward", "sparse_attention_plan"]
+)
+def test_bad_input_is_named(
+    function: str, change: Any, error: type[Exception], message: str, rng: np.random.Generator
+) -> None:
+    x = tuple(a.astype(np.float32) for a in inputs(rng, 9, 12))
+    arrays, options = change(x)
+    if function == "sparse_attention_plan" and ("key_lengths" in options or any(a is None for a in arrays)):
+        pytest.skip("a plan reads no lengths, and takes anything with a shape")
+    if function == "sparse_attention_backward":
+        options["saved"] = streamkl_cupy.sparse_attention_forward(*x)
+        arrays = (options["saved"].out, *arrays)
+        message = message.replace("3 arguments by position, ", "4 arguments by position, grad, ").replace(". M", ".")
+        message = message.replace("4 came", "5 came").replace("needs ", "needs grad, ").replace("2 came", "3 came")
+        message = message.replace("It takes queries", "grad, the derivative of the loss by the outputs, comes first")
+    with pytest.raises(error, match=message):
+        getattr(streamkl_cupy, function)(*arrays, **options)
+
+
+def test_saved_rows_of_another_call_are_named(rng: np.random.Generator) -> None:
+    x = [a.astype(np.float32) for a in inputs(rng, 9, 12)]
+    rows = streamkl_cupy.sparse_attention_forward(*x)
+    grad = np.ones_like(rows.out)
+    backward = streamkl_cupy.sparse_attention_backward
+    for error, message, arguments, options in (
+        (TypeError, "saved is missing; pass saved=forward", (grad, *x), {}),
+        (TypeError, "saved is a tuple; allowed is what sparse_attention_forward", (grad, *x), {"saved": tuple(rows)}),
+        (ValueError, r"grad: shape .*, but it is the derivative of out, which has \(2, 4, 9, 6\)",
+         (grad[:, :2], *x), {"saved": rows}),
+        (TypeError, "grad: dtype float64, but out of this call is float32", (grad.astype(float), *x), {"saved": rows}),
+        (ValueError, "out: shape .*, but it is of the forward, which gave", (grad, *x),
+         {"saved": rows._replace(out=rows.out[..., :3])}),
+        (ValueError, "lse: shape .* one value per query row", (grad, *x), {"saved": rows._replace(lse=rows.lse[:1])}),
+        (TypeError, "lse: dtype float64, but the rows of this call are float32", (grad, *x),
+         {"saved": rows._replace(lse=rows.lse.astype(float))}),
+        (ValueError, "grad_lse: shape .* one value per query row", (grad, *x), {"saved": rows, "grad_lse": grad}),
+        (ValueError, "wrt names 'values'; allowed are", (grad, *x), {"saved": rows, "wrt": ("values",)}),
+        (ValueError, "grad_lse: shape", (grad, *x), {"saved": rows, "grad_lse": rows.lse[:, :1]}),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            backward(*arguments, **options)
+
+
+def test_what_a_function_returns_is_asked_for_by_a_flag(rng: np.random.Generator) -> None:
+    x = [a.astype(np.float32) for a in inputs(rng, 9, 12)]
+    rows = streamkl_cupy.sparse_attention(*x, return_lse=True)
+    np.testing.assert_array_equal(rows.out, streamkl_cupy.sparse_attention(*x))
+    with pytest.raises(TypeError, match="return_lse"):
+        streamkl_cupy.sparse_attention(*x, return_lse=1)  # type: ignore[call-overload]

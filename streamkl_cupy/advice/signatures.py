@@ -11,9 +11,9 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
-from ..ops import ATTENTION_KL, Op
+from ..ops import ATTENTION_KL, SPARSE_ATTENTION, Op
 from ..options import SHARED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -89,7 +89,7 @@ _MEANT = {
     "dropout": _NO_DROPOUT,
     "dropout_rate": _NO_DROPOUT,
     "enable_gqa": "leave it out: grouped heads are told by the shapes, H_k divides H",
-    "softcap": "logits with a soft cap are not built",
+    "softcap": "each side has its own: teacher_softcap and student_softcap",
     "score_mod": f"functions of the logits are not built; {_MASKS}",
     "alibi_slopes": "biases of the logits are not built",
     "query": _INPUTS,
@@ -114,6 +114,55 @@ _OF_MAPS = (
     "It takes the queries and keys of both sides, not attention maps: of two maps p and q the KL is "
     "(p * (log(p) - log(q))).sum(-1)"
 )
+
+
+class _Words(NamedTuple):
+    """What answers say of one operation."""
+
+    few: str
+    """To too few arrays."""
+    grad: str
+    """Where the first of them is a gradient."""
+    array: str
+    """To one array too many."""
+    meant: dict[str, str]
+    """What other libraries call it, where that is something else than for other operations."""
+
+
+_ATTENTION_INPUTS = "the arrays are query, key and value"
+_ATTENTION_TEMPERATURE = "divide the scale by it: scale=1 / (T * D**0.5)"
+_ATTENTION_WEIGHT = "leave it out: outputs are not reduced"
+_WORDS: Final = {
+    ATTENTION_KL.name: _Words(
+        _OF_MAPS,
+        "grad, the derivative of the loss by each row's KL, comes first",
+        "Values have no part in it, and masks are named: key_mask, key_lengths, row_weight",
+        {},
+    ),
+    SPARSE_ATTENTION.name: _Words(
+        "It takes queries, keys and values, with heads of their own each, and not packed into one array",
+        "grad, the derivative of the loss by the outputs, comes first",
+        "Masks are named: key_mask, key_lengths, block_mask",
+        {
+            **dict.fromkeys(("temperature", "T", "tau"), _ATTENTION_TEMPERATURE),
+            **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), "say scale, by default 1 / sqrt(D)"),
+            **dict.fromkeys(
+                ("q", "k", "v", "queries", "keys", "values", "teacher", "student", "teacher_q", "student_q"),
+                _ATTENTION_INPUTS,
+            ),
+            **dict.fromkeys(("dropout_p", "dropout", "dropout_rate"), "leave it out: dropout of weights is not built"),
+            **dict.fromkeys(("row_weight", "weight", "weights", "loss_mask", "reduction"), _ATTENTION_WEIGHT),
+            "logits_soft_cap": "say softcap",
+            "sinks": (
+                "a logit beside the keys is a part of them without values: merge_attention_states([out, zeros], "
+                "[lse, sink]) of the outputs and log-sum-exps"
+            ),
+            "s_aux": "it is a part of the keys without values: merge_attention_states([out, zeros], [lse, s_aux])",
+            "page_table": "caches in pages are not built: gather the pages into one array",
+            "block_table": "caches in pages are not built: gather the pages into one array",
+        },
+    ),
+}
 
 # Every answered function by its options.
 _functions: dict[str, frozenset[str]] = {}
@@ -150,13 +199,15 @@ def public(
         def call(*args: Any, **options: Any) -> Any:
             for option in options:
                 if option not in known:
-                    raise TypeError(_unknown(name, option, known))
+                    raise TypeError(_unknown(op, name, option, known))
             if len(args) != places:
                 if len(args) > places:
-                    raise TypeError(_too_many(name, args, arrays, too_many))
+                    raise TypeError(_too_many(op, name, args, arrays, too_many))
                 for argument in arrays[len(args) :]:
                     if argument not in options:
-                        raise TypeError(_too_few(name, arrays, [x for x in arrays[len(args) :] if x not in options]))
+                        raise TypeError(
+                            _too_few(op, name, arrays, [x for x in arrays[len(args) :] if x not in options])
+                        )
                 args = (*args, *[options.pop(argument) for argument in arrays[len(args) :]])
             alone = {option: options.pop(option, default) for option, default in own.items()} if options else own
             for option in options:
@@ -200,10 +251,11 @@ def _text(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
-def _unknown(function: str, option: str, known: Iterable[str]) -> str:
+def _unknown(op: Op, function: str, option: str, known: Iterable[str]) -> str:
     begin = f"{function}() has no option {option!r}: "
-    if option in _MEANT:
-        return begin + _MEANT[option]
+    meant = {**_MEANT, **_WORDS[op.name].meant}
+    if option in meant:
+        return begin + meant[option]
     others = [name for name, options in _functions.items() if option in options]
     if others:
         return f"{begin}it is one of {', '.join(others)}"
@@ -211,21 +263,23 @@ def _unknown(function: str, option: str, known: Iterable[str]) -> str:
     return begin + (f"is {near[0]} meant?" if near else f"there are {', '.join(sorted(known))}")
 
 
-def _too_many(function: str, args: tuple[Any, ...], names: tuple[str, ...], special: str | None) -> str:
+def _too_many(op: Op, function: str, args: tuple[Any, ...], names: tuple[str, ...], special: str | None) -> str:
     if special is None:
         extra = args[len(names)]
         if isinstance(extra, bool):
             special = f"Options are named: is causal={extra} meant?"
         elif isinstance(extra, (int, float)):
-            special = f"Options are named: teacher_scale={extra}, student_scale={extra}, q_offset={extra}?"
+            scales = ", ".join(f"{op.option(side, 'scale')}={extra}" for side in op.sides)
+            special = f"Options are named: {scales}, q_offset={extra}?"
         elif hasattr(extra, "shape"):
-            special = "Values have no part in it, and masks are named: key_mask, key_lengths, row_weight"
+            special = _WORDS[op.name].array
         else:
             special = "Options are named"
     return f"{function}() takes {len(names)} arguments by position, {', '.join(names)}, but {len(args)} came. {special}"
 
 
-def _too_few(function: str, needed: tuple[str, ...], missing: list[str]) -> str:
+def _too_few(op: Op, function: str, needed: tuple[str, ...], missing: list[str]) -> str:
     came = len(needed) - len(missing)
-    hint = "grad, the derivative of the loss by each row's KL, comes first" if needed[0] == "grad" else _OF_MAPS
+    words = _WORDS[op.name]
+    hint = words.grad if needed[0] == "grad" else words.few
     return f"{function}() needs {', '.join(needed)}, but {came} came: {', '.join(missing)} missing. {hint}"
