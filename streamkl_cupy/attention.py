@@ -74,6 +74,7 @@ _TEXT = {
             framework is set to, `torch.use_deterministic_algorithms` or the flag `--xla_gpu_deterministic_ops` in
             XLA_FLAGS, and the fastest path where it says nothing.""",
     "WRT": """wrt: Names of the inputs to differentiate by, a tuple such as ("query", "key", "value").""",
+    "SOURCE": "The heads of `patterns.sharded` together see everything, after S2-Attention (arXiv:2407.17678).",
     "ERRORS": """TypeError: wrong kind of array or dtype, or arrays of several frameworks.
         ValueError: shapes or devices that do not fit together, or an unknown option.
         NotImplementedError: a combination that is not built; the message lists what is.
@@ -212,11 +213,12 @@ def sparse_attention(
 
         P = softmax(scale q k^T)    out = sum_j P_j v_j    lse = log sum_j exp(scale q.k_j)
 
-    The heads of `patterns.sharded` together see everything (S2-Attention, arXiv:2407.17678); the same pattern in
-    `attention_kl` distils a teacher into them. Differentiable to first order, log-sum-exps included, where the arrays
-    are torch's (autograd, torch.func, torch.compile) or JAX's (grad, jit, vmap, shard_map). A row that sees no key has
-    output 0, log-sum-exp -inf and zero gradients; NaN that a row sees makes its results NaN, and memory that no row may
-    see can hold it. CUDA arrays are computed on their GPU, on the caller's current stream; CPU arrays in NumPy.
+    <SOURCE>
+    The same pattern in `attention_kl` distils a teacher into them. Differentiable to first order, log-sum-exps
+    included, where the arrays are torch's (autograd, torch.func, torch.compile) or JAX's (grad, jit, vmap, shard_map).
+    A row that sees no key has output 0, log-sum-exp -inf and zero gradients; NaN that a row sees makes its results NaN,
+    and memory that no row may see can hold it. CUDA arrays are computed on their GPU, on the caller's current stream;
+    CPU arrays in NumPy.
 
     Args:
         <INPUTS>
@@ -266,6 +268,7 @@ def sparse_attention_forward(  # type: ignore[empty-body]  # as are all: see @pu
     """Outputs and log-sum-exps, outside every autograd: a step of a decoder, or the first half of a gradient by hand.
 
     out = sum_j P_j v_j and lse = log sum_j exp(logit_j), a natural logarithm; see `sparse_attention`.
+    <SOURCE>
     Pure: inputs that require gradients are read as they are, and results are detached.
 
     Args:
@@ -326,6 +329,7 @@ def sparse_attention_backward(  # type: ignore[empty-body]  # as are all: see @p
 
         dP = G v^T    dS = P (dP - delta)    dq = scale dS k    dk = scale dS^T q    dv = P^T G
 
+    <SOURCE>
     Pure: it may be called again with the same saved values. Gradients of keys and values are summed over the query
     heads that read them. Where the forward has been merged from parts of the keys, what is saved is the merged result,
     and a call for each part gives the part's gradients of keys and values, and its share of those of the queries.
@@ -382,6 +386,7 @@ def sparse_attention_plan(  # type: ignore[empty-body]  # as are all: see @publi
 ) -> AnyPlan:
     """What a call with these arguments would run: kernels, tiles, shared memory, grid. Prints itself; launches nothing.
 
+    <SOURCE>
     In place of arrays it takes anything with a shape and a dtype, as a compact array on the current GPU, or on the CPU
     where there is no usable GPU.
 
@@ -434,6 +439,7 @@ def sparse_attention_warmup(
     Call it before capturing a CUDA graph or timing a loop: neither may contain a compilation. In place of arrays it
     takes anything with a shape and a dtype, as a compact array on the current GPU, or on the CPU, where there is
     nothing to do.
+    <SOURCE>
 
     Args:
         <INPUTS>
