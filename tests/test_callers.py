@@ -26,8 +26,9 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import call, patterns
+from streamkl_cupy.ops.sparse_attention import ATTENTION_INPUTS
 from streamkl_cupy.problem import INPUT_NAMES
-from streamkl_cupy.testing import reference
+from streamkl_cupy.testing import attention, reference
 from streamkl_cupy.testing.problems import make
 
 SHAPE: dict[str, Any] = {"B": 1, "H": 2, "M": 64, "N": 64, "D_t": 64, "dtypes": "float16"}
@@ -35,26 +36,73 @@ SHAPE: dict[str, Any] = {"B": 1, "H": 2, "M": 64, "N": 64, "D_t": 64, "dtypes": 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: its differentiable function, its explicit ones, and what they should give."""
+    """One operation: a loss of its differentiable function, its explicit ones, and what they should give."""
 
     name: str
     inputs: tuple[str, ...]
     loss: Callable[..., Any]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    """(rows of a forward, ones for each of them, arrays, options) -> gradients of the loss."""
     value_and_grad: Callable[..., Any]
     make: Callable[[int], Any]
-    """Arrays and options of a seed, exact in float16."""
+    """Arrays and options of a seed, exact in float16, all of one shape."""
     expected: Callable[..., tuple[float, list[Any]]]
     """Sum of the values and its gradients, in float64."""
+    beside: Callable[..., Any]
+    """(arrays, weights of rows, what `prepared` made) -> a number of all that a differentiable call gives."""
+    prepared: Callable[..., Any]
+    """(arrays) -> an array that such a call reads besides."""
+    at: int = 0
+    """The first of two neighbours among the inputs that are differentiated alone."""
+    scale: str = "scale"
+    """An option that is a number."""
 
     def __str__(self) -> str:
         return self.name
+
+    def with_first(self, x: Any, changed: Any) -> tuple[Any, ...]:
+        """The inputs with another one in the place `at`."""
+        return (*x[: self.at], changed, *x[self.at + 1 :])
 
 
 def expected_kl(arrays: Any, options: dict[str, Any]) -> tuple[float, list[Any]]:
     rows = reference.forward(*arrays, **options)
     return rows.kl.sum(), list(reference.backward(np.ones_like(rows.kl), *arrays, **options).value)
+
+
+def kl_beside(x: Any, weight: Any, dense: Any) -> Any:
+    rows = streamkl_cupy.attention_kl(*x, causal=True, row_weight=weight, return_lse=True, dense_teacher_lse=dense)
+    return rows.kl.sum() + rows.teacher_mass.mean()
+
+
+def single(x: Any) -> Any:
+    return x.float() if hasattr(x, "float") else x.astype("float32")
+
+
+def squares(*x: Any, row_weight: Any = None, reduction: str = "sum", **options: Any) -> Any:
+    """A loss of attention's outputs, whose value does not cancel."""
+    out = single(streamkl_cupy.sparse_attention(*x, **options))
+    rows = (out * out).sum(-1)
+    rows = rows if row_weight is None else rows * row_weight
+    return rows if reduction == "none" else rows.mean() if reduction == "mean" else rows.sum()
+
+
+def squares_and_gradients(*x: Any, wrt: Any = None, reduction: str = "sum", **options: Any) -> tuple[Any, Any]:
+    rows = streamkl_cupy.sparse_attention_forward(*x, **options)
+    wanted = {} if wrt is None else {"wrt": wrt}
+    grads = streamkl_cupy.sparse_attention_backward(rows.out * 2, *x, saved=rows, **wanted, **options)
+    return (single(rows.out) ** 2).sum(), grads
+
+
+def expected_squares(arrays: Any, options: dict[str, Any]) -> tuple[float, list[Any]]:
+    out = attention.forward(*arrays, **options).out.value
+    return (out**2).sum(), [g.value for g in attention.backward(2 * out, None, *arrays, **options)]
+
+
+def squares_beside(x: Any, weight: Any, bias: Any) -> Any:
+    rows = streamkl_cupy.sparse_attention(*x, causal=True, return_lse=True)
+    return (single(rows.out).sum(-1) * weight).sum() + (rows.lse * bias).mean()
 
 
 OPS = [
@@ -63,11 +111,27 @@ OPS = [
         INPUT_NAMES,
         streamkl_cupy.attention_kl,
         streamkl_cupy.attention_kl_forward,
-        streamkl_cupy.attention_kl_backward,
+        lambda rows, grad, *x, **options: streamkl_cupy.attention_kl_backward(grad, *x, saved=rows, **options),
         streamkl_cupy.attention_kl_value_and_grad,
         lambda seed: make(seed=seed, causal=True, **SHAPE).arrays,
         expected_kl,
-    )
+        kl_beside,
+        lambda *x: streamkl_cupy.attention_kl_forward(*x).teacher_lse,
+        at=2,
+        scale="student_scale",
+    ),
+    Op(
+        "sparse_attention",
+        ATTENTION_INPUTS,
+        squares,
+        streamkl_cupy.sparse_attention_forward,
+        lambda rows, _, *x, **options: streamkl_cupy.sparse_attention_backward(rows.out * 2, *x, saved=rows, **options),
+        squares_and_gradients,
+        lambda seed: make(seed=seed, causal=True, **SHAPE).arrays[:3],
+        expected_squares,
+        squares_beside,
+        lambda *x: streamkl_cupy.sparse_attention_forward(*x).lse,
+    ),
 ]
 
 
@@ -95,7 +159,7 @@ def explicit(op: Op, backend: Any, x: Any) -> tuple[Any, Any]:
     """All explicit functions, one after the other; the last one's value and gradients."""
     rows = op.forward(*x, causal=True)
     ones = backend.array(np.ones(rows[0].shape), "float32")
-    first = op.backward(ones, *x, saved=rows, causal=True, wrt=op.inputs)
+    first = op.backward(rows, ones, *x, causal=True, wrt=op.inputs)
     value, grads = op.value_and_grad(*x, causal=True, reduction="sum", wrt=op.inputs)
     for a, b in zip(first, grads, strict=True):
         close(backend.numpy(a), backend.numpy(b))
@@ -154,8 +218,7 @@ THREADS = [in_thread, in_thread_after_main, in_threads_at_once, in_thread_of_thr
 @pytest.mark.parametrize("way", THREADS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads(op: Op, backend: Any, way: Any, kind: Any) -> None:
-    case = make(seed=1, **SHAPE)
-    x = [backend.array(a, "float16") for a in case.arrays]
+    x = [backend.array(a, "float16") for a in op.make(1)]
     backend.synchronize()
     check(op, backend, *way(lambda: kind(op, backend, x)), seed=1)
 
@@ -247,7 +310,7 @@ def test_second_gpu_while_the_first_is_current(op: Op, framework: str, kind: Any
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
     cupy.cuda.runtime.setDevice(0)  # JAX leaves the GPU current that it has used last
-    arrays = make(seed=2, **SHAPE).arrays
+    arrays = op.make(2)
     backend: Any = {"cupy": CuPy, "torch": TorchCuda, "jax": JaxCuda}[framework]()
     if framework == "cupy":
         with cupy_current(1):
@@ -336,21 +399,22 @@ Program = Callable[..., Any]
 
 def one_tensor_twice(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
     def f(t: Any, q: Any) -> Any:
-        return op.loss(t, t, q, q, reduction="sum")
+        return op.loss(*(t, t, q, q)[: len(op.inputs)], reduction="sum")
 
     return f, [Step([a[0], a[2]], ()) for a in arrays]
 
 
 def views_of_one_storage(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
     def f(both: Any) -> Any:
-        return op.loss(both[:, :2], both[:, 2:], both[:, 1:3], both[:, :2], causal=True, reduction="sum")
+        views = (both[:, :2], both[:, 2:], both[:, 1:3], both[:, :2])
+        return op.loss(*views[: len(op.inputs)], causal=True, reduction="sum")
 
     return f, [Step([torch.cat([a[0], a[1]], 1)], ()) for a in arrays]
 
 
 def one_cu_seqlens(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
     def f(*a: Any) -> Any:
-        return op.loss(*a[:4], cu_seqlens_q=a[4], cu_seqlens_k=a[4], causal=True, reduction="sum")
+        return op.loss(*a[:-1], cu_seqlens_q=a[-1], cu_seqlens_k=a[-1], causal=True, reduction="sum")
 
     bounds = [torch.tensor([0, 5 + i, 40, 64], dtype=torch.int32, device=a[0].device) for i, a in enumerate(arrays)]
     return f, [Step([x[0].transpose(0, 1).contiguous() for x in a], (b,)) for a, b in zip(arrays, bounds)]
@@ -358,35 +422,35 @@ def one_cu_seqlens(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]
 
 def one_array_as_weight_and_mask(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
     def f(*a: Any) -> Any:
-        return op.loss(*a[:4], row_weight=a[4], key_mask=a[4], reduction="mean")
+        return op.loss(*a[:-1], row_weight=a[-1], key_mask=a[-1], reduction="mean")
 
     return f, [Step(list(a), (a[0][:, 0, :, 0] > -1,)) for a in arrays]
 
 
 def annealed_scale(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
     def f(*a: Any) -> Any:
-        return op.loss(*a[:4], student_scale=a[4], reduction="sum")
+        return op.loss(*a[:-1], **{op.scale: a[-1]}, reduction="sum")
 
     return f, [Step(list(arrays[i % len(arrays)]), (0.1 + 0.01 * i,)) for i in range(12)]
 
 
 def moving_offset(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
     def f(*a: Any) -> Any:
-        return op.loss(*a[:4], causal=True, q_offset=a[4], reduction="sum")
+        return op.loss(*a[:-1], causal=True, q_offset=a[-1], reduction="sum")
 
     return f, [Step(list(arrays[i % len(arrays)]), (i - 3,)) for i in range(12)]
 
 
 def growing_window(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
     def f(*a: Any) -> Any:
-        return op.loss(*a[:4], window=(a[4], a[4] // 2), reduction="sum")
+        return op.loss(*a[:-1], window=(a[-1], a[-1] // 2), reduction="sum")
 
     return f, [Step(list(arrays[i % len(arrays)]), (i + 1,)) for i in range(12)]
 
 
 def a_pattern_each_step(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
     def f(*a: Any) -> Any:
-        return op.loss(*a[:4], block_mask=a[4], reduction="sum")
+        return op.loss(*a[:-1], block_mask=a[-1], reduction="sum")
 
     rng = np.random.default_rng()
     blocks = rng.random((12, 2, 4, 4)) < 0.5
@@ -397,14 +461,10 @@ def a_pattern_each_step(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[
 
 def log_sum_exps_and_weights(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
     def f(*a: Any) -> Any:
-        rows = op.loss(*a[:4], causal=True, row_weight=a[4], return_lse=True, dense_teacher_lse=a[5])
-        return rows[0].sum() + rows.teacher_mass.mean()
+        return op.beside(a[:-2], *a[-2:])
 
-    steps = []
-    for a in arrays:
-        dense = op.forward(*a).teacher_lse
-        steps.append(Step([*a, torch.rand(64, device=a[0].device)], (dense,)))
-    return f, steps
+    weights = [torch.rand(64, device=a[0].device) for a in arrays]
+    return f, [Step(list(a), (weight, op.prepared(*a))) for a, weight in zip(arrays, weights, strict=True)]
 
 
 PROGRAMS = [
@@ -572,7 +632,8 @@ def test_changing_numbers_and_patterns_compile_twice(op: Op) -> None:
     x = [torch.from_numpy(a) for a in op.make(0)]
 
     def f(scale: Any, offset: Any, left: Any, pattern: Any) -> Any:
-        return op.loss(*x, student_scale=scale, window=(left, 0), q_offset=offset, block_mask=pattern, reduction="sum")
+        own = {op.scale: scale, "window": (left, 0), "q_offset": offset, "block_mask": pattern}
+        return op.loss(*x, **own, reduction="sum")
 
     program = torch.compile(f, fullgraph=True, backend=counter)
     for i in range(6):
@@ -592,12 +653,12 @@ def test_a_scale_that_stops_being_a_number_is_refused(op: Op, bad: float) -> Non
     torch.compiler.reset()
     x = [torch.from_numpy(a) for a in op.make(0)]
     program = torch.compile(
-        lambda scale: op.loss(*x, student_scale=scale, reduction="sum"), fullgraph=True, backend="aot_eager"
+        lambda scale: op.loss(*x, **{op.scale: scale}, reduction="sum"), fullgraph=True, backend="aot_eager"
     )
     for scale in (0.1, 0.2, 0.3):
-        close(program(scale), op.loss(*x, student_scale=scale, reduction="sum"))
+        close(program(scale), op.loss(*x, **{op.scale: scale}, reduction="sum"))
     # Looked at by the compiler, which wraps the error, or by the operator.
-    with pytest.raises(Exception, match=r"student_scale=(nan|inf) is not finite"):
+    with pytest.raises(Exception, match=rf"{op.scale}=(nan|inf) is not finite"):
         program(bad)
 
 
@@ -614,7 +675,7 @@ def test_explicit_functions_stay_out_of_compiled_programs(op: Op, torch_backend:
     value, grads = torch.compile(f, backend="aot_eager")(*x)
     check(op, torch_backend, value / 2, [g / 2 for g in grads], seed=4)
     with pytest.raises(Exception, match="memory that tracers do not have"):
-        torch.compile(lambda *a: op.forward(*a).kl, backend="aot_eager", fullgraph=True)(*x)
+        torch.compile(lambda *a: op.forward(*a)[0], backend="aot_eager", fullgraph=True)(*x)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -626,7 +687,7 @@ def test_forward_mode_is_refused(op: Op, compile_it: bool) -> None:
     x = [torch.from_numpy(a) for a in op.make(0)]
 
     def f(q: Any) -> Any:
-        return op.loss(*x[:2], q, x[3])
+        return op.loss(*op.with_first(x, q))
 
     def along(q: Any) -> Any:
         return torch.func.jvp(f, (q,), (q,))
@@ -635,10 +696,10 @@ def test_forward_mode_is_refused(op: Op, compile_it: bool) -> None:
         return torch.compile(g, backend="aot_eager", fullgraph=True) if compile_it else g  # type: ignore[no-any-return]
 
     with pytest.raises(Exception, match="reverse-mode gradients only"):
-        wrapped(along)(x[2])
+        wrapped(along)(x[op.at])
     # From 2.14 on torch's compiler refuses such inputs itself.
     with ad.dual_level(), pytest.raises(Exception, match=r"reverse-mode gradients only|forward-mode AD tangent"):
-        wrapped(f)(ad.make_dual(x[2], x[2]))
+        wrapped(f)(ad.make_dual(x[op.at], x[op.at]))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -647,10 +708,10 @@ def test_a_compiled_program_keeps_its_pattern_until_the_backward(op: Op) -> None
     torch.compiler.reset()
     x = [torch.from_numpy(a) for a in op.make(0)]
     program = torch.compile(
-        lambda q, pattern: op.loss(*x[:2], q, x[3], block_mask=pattern, reduction="sum"),
+        lambda q, pattern: op.loss(*op.with_first(x, q), block_mask=pattern, reduction="sum"),
         fullgraph=True, backend="aot_eager",
     )  # fmt: skip
-    q = x[2].clone().requires_grad_()
+    q = x[op.at].clone().requires_grad_()
     pattern = patterns.local(16, queries=64, keys=64, block=16)
     alive = weakref.ref(pattern)
     loss = program(q, pattern)
@@ -658,10 +719,10 @@ def test_a_compiled_program_keeps_its_pattern_until_the_backward(op: Op) -> None
     gc.collect()
     loss.backward()
     del loss
-    again = x[2].clone().requires_grad_()
-    op.loss(
-        *x[:2], again, x[3], block_mask=patterns.local(16, queries=64, keys=64, block=16), reduction="sum"
-    ).backward()
+    again = x[op.at].clone().requires_grad_()
+    pattern = patterns.local(16, queries=64, keys=64, block=16)
+    op.loss(*op.with_first(x, again), block_mask=pattern, reduction="sum").backward()
+    del pattern
     close(q.grad, again.grad)
     torch.compiler.reset()
     gc.collect()
@@ -674,7 +735,7 @@ def test_distributed_tensors_are_refused_with_the_way_out(op: Op, process_group:
     mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (1,))
     x = [torch.from_numpy(a) for a in op.make(0)]
     spread = [distributed.distribute_tensor(t, mesh, [distributed.Shard(1)]) for t in x]
-    for given in ([*x[:2], spread[2].requires_grad_(), x[3]], spread):
+    for given in (op.with_first(x, spread[op.at].requires_grad_()), spread):
         with pytest.raises(TypeError, match=r"is a torch\.distributed.*DTensor, spread over devices.*local_map"):
             op.loss(*given)
     local_map = importlib.import_module("torch.distributed.tensor.experimental").local_map
@@ -682,7 +743,7 @@ def test_distributed_tensors_are_refused_with_the_way_out(op: Op, process_group:
     rows = local_map(
         lambda *a: op.loss(*a, causal=True),
         out_placements=placements,
-        in_placements=(placements,) * 4,
+        in_placements=(placements,) * len(x),
         device_mesh=mesh,
     )(*spread)
     wanted, _ = op.expected(op.make(0), {"causal": True})
@@ -713,7 +774,7 @@ def test_distributed_training_wrappers(op: Op, process_group: Any, wrap: str) ->
             self.weight = torch.nn.Parameter(torch.eye(64))
 
         def forward(self, q: Any) -> Any:
-            return op.loss(*x[:2], q @ self.weight, x[3], causal=True, reduction="sum")
+            return op.loss(*op.with_first(x, q @ self.weight), causal=True, reduction="sum")
 
     student = Student()
     if wrap == "ddp":
@@ -722,12 +783,12 @@ def test_distributed_training_wrappers(op: Op, process_group: Any, wrap: str) ->
         fsdp = importlib.import_module("torch.distributed.fsdp")
         mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (1,))
         wrapped = fsdp.fully_shard(student, mesh=mesh)
-    q = x[2].float()
-    x[3] = x[3].float()
+    q = x[op.at].float()
+    x[op.at + 1 :] = [t.float() for t in x[op.at + 1 :]]
     loss = wrapped(q)
     loss.backward()
     leaf = torch.eye(64, requires_grad=True)
-    wanted = op.loss(*x[:2], q @ leaf, x[3], causal=True, reduction="sum")
+    wanted = op.loss(*op.with_first(x, q @ leaf), causal=True, reduction="sum")
     wanted.backward()
     grad = student.weight.grad
     close(getattr(grad, "full_tensor", lambda: grad)(), leaf.grad)
@@ -737,28 +798,28 @@ def test_distributed_training_wrappers(op: Op, process_group: Any, wrap: str) ->
 # JAX
 
 
-def jax_plain(jax: Any, f: Program) -> Program:
+def jax_plain(jax: Any, f: Program, argnums: tuple[int, ...]) -> Program:
     return f
 
 
-def jax_jit(jax: Any, f: Program) -> Program:
+def jax_jit(jax: Any, f: Program, argnums: tuple[int, ...]) -> Program:
     return jax.jit(f)  # type: ignore[no-any-return]
 
 
-def jax_checkpoint(jax: Any, f: Program) -> Program:
+def jax_checkpoint(jax: Any, f: Program, argnums: tuple[int, ...]) -> Program:
     return jax.checkpoint(f)  # type: ignore[no-any-return]
 
 
-def jax_vmap(jax: Any, f: Program) -> Program:
+def jax_vmap(jax: Any, f: Program, argnums: tuple[int, ...]) -> Program:
     return lambda *x: jax.vmap(f)(*(a[None] for a in x))[0]
 
 
-def jax_scan(jax: Any, f: Program) -> Program:
+def jax_scan(jax: Any, f: Program, argnums: tuple[int, ...]) -> Program:
     return lambda *x: jax.lax.scan(lambda carry, a: (carry, f(*a)), 0, tuple(a[None] for a in x))[1][0]
 
 
-def jax_thread(jax: Any, f: Program) -> Program:
-    gradient = jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))
+def jax_thread(jax: Any, f: Program, argnums: tuple[int, ...]) -> Program:
+    gradient = jax.jit(jax.value_and_grad(f, argnums))
 
     def inside(*x: Any) -> Any:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -768,9 +829,9 @@ def jax_thread(jax: Any, f: Program) -> Program:
     return inside
 
 
-def jax_ahead_of_time(jax: Any, f: Program) -> Program:
+def jax_ahead_of_time(jax: Any, f: Program, argnums: tuple[int, ...]) -> Program:
     """Lowered and compiled before it is called."""
-    gradient = jax.value_and_grad(f, (0, 1, 2, 3))
+    gradient = jax.value_and_grad(f, argnums)
 
     def inside(*x: Any) -> Any:
         program = jax.jit(gradient).lower(*x).compile()
@@ -804,8 +865,9 @@ def test_jax(op: Op, jax_backend: Any, way: Any, twice: bool) -> None:
     def f(*a: Any) -> Any:
         return op.loss(*a, causal=True, reduction="sum")
 
-    called = way(jax, f)
-    value, grads = called(*x) if hasattr(called, "gives_gradients") else jax.value_and_grad(called, (0, 1, 2, 3))(*x)
+    argnums = tuple(range(len(x)))
+    called = way(jax, f, argnums)
+    value, grads = called(*x) if hasattr(called, "gives_gradients") else jax.value_and_grad(called, argnums)(*x)
     wanted, wanted_grads = op.expected(arrays, {"causal": True})
     close(value, wanted)
     for got, right in zip(grads, wanted_grads, strict=True):
@@ -837,7 +899,9 @@ def test_patterns_end_with_their_owner(op: Op, backend: Any, rng: Any, kind: str
             op.loss(*leaves, block_mask=pattern, reduction="sum").backward()
             del leaves
         elif backend.module == "jax":
-            backend.xp.jit(backend.xp.grad(lambda q, p=pattern: op.loss(*x[:2], q, x[3], block_mask=p).sum()))(x[2])
+            backend.xp.jit(
+                backend.xp.grad(lambda q, p=pattern: op.loss(*op.with_first(x, q), block_mask=p, reduction="sum"))
+            )(x[op.at])
         else:
             op.loss(*x, block_mask=pattern)
     del pattern
@@ -855,7 +919,7 @@ def test_patterns_end_with_their_owner(op: Op, backend: Any, rng: Any, kind: str
 @pytest.mark.gpu
 def test_memory_of_patterns_is_bounded(op: Op, rng: Any) -> None:
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
-    x = [torch.randn(1, 16, 4096, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    x = [torch.randn(1, 16, 4096, 64, dtype=torch.bfloat16, device="cuda") for _ in op.inputs]
     used = []
     for step in range(24):
         blocks = rng.random((16, 64, 64)) < 0.2
@@ -871,15 +935,15 @@ def test_memory_of_patterns_is_bounded(op: Op, rng: Any) -> None:
 @pytest.mark.gpu
 def test_a_pattern_that_ends_before_the_gpu_has_read_it(op: Op, rng: Any) -> None:
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
-    x = [torch.randn(1, 2, 64, 64, dtype=torch.float16, device="cuda") for _ in range(4)]
+    x = [torch.randn(1, 2, 64, 64, dtype=torch.float16, device="cuda") for _ in op.inputs]
     stream = torch.cuda.Stream()
     for _ in range(10):
         pattern = fresh_pattern(rng)
-        wanted = op.forward(*x, block_mask=pattern).kl
+        wanted = op.forward(*x, block_mask=pattern)[0]
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(20_000_000)
-            got = op.forward(*x, block_mask=pattern).kl
+            got = op.forward(*x, block_mask=pattern)[0]
         del pattern
         gc.collect()
         # What was freed would be handed out here.
@@ -908,13 +972,14 @@ def test_new_numbers_read_and_compile_nothing(
         if change == "q_offset":
             options["q_offset"] = i
         elif change == "scale":
-            options["student_scale"] = 0.1 + 0.01 * i
+            options[op.scale] = 0.1 + 0.01 * i
         elif change == "window":
             options = {"window": (i + 8, 3)}
         rows = 64 + (i if change == "length" else 0)
         case = make(seed=8, **{**SHAPE, "M": rows, "N": rows + 64})
         explicit_options = {**options, "reduction": "sum"}
-        op.value_and_grad(*(backend.array(a, "float16") for a in case.arrays), **explicit_options)
+        arrays = case.arrays[: len(op.inputs)]
+        op.value_and_grad(*(backend.array(a, "float16") for a in arrays), **explicit_options)
 
     for i in range(3):
         run(i)

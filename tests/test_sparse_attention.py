@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,12 @@ import pytest
 from numpy.typing import NDArray
 
 import streamkl_cupy
+from streamkl_cupy import options as table
 from streamkl_cupy import patterns
 from streamkl_cupy.concurrency import threads
 from streamkl_cupy.numpy_backend import attention as tiles
 from streamkl_cupy.numpy_backend import plan as cut
+from streamkl_cupy.ops import SPARSE_ATTENTION
 from streamkl_cupy.options import MASK_ARRAYS
 from streamkl_cupy.testing import attention as definition
 from streamkl_cupy.testing.compare import check_gradient, check_lse
@@ -628,3 +632,34 @@ def test_what_a_function_returns_is_asked_for_by_a_flag(rng: np.random.Generator
     np.testing.assert_array_equal(rows.out, streamkl_cupy.sparse_attention(*x))
     with pytest.raises(TypeError, match="return_lse"):
         streamkl_cupy.sparse_attention(*x, return_lse=1)  # type: ignore[call-overload]
+
+
+# Signatures
+
+
+FUNCTIONS = [name for name in streamkl_cupy.__all__ if name.startswith("sparse_attention")]
+
+
+def fronts() -> list[Any]:
+    found = [pytest.param("streamkl_cupy", name, id=name) for name in FUNCTIONS]
+    return [*found, *(pytest.param(f"streamkl_cupy.{x}", "sparse_attention", id=x) for x in ("torch", "jax"))]
+
+
+@pytest.mark.parametrize("module, name", fronts())
+def test_every_function_has_every_option(module: str, name: str) -> None:
+    pytest.importorskip(module.rpartition(".")[2])
+    function = getattr(importlib.import_module(module), name)
+    parameters = inspect.signature(function).parameters
+    shared = table.SHARED["sparse_attention"]
+    given = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.name in shared}
+    defaults = table.AttentionOptions._field_defaults
+    assert given == {**dict.fromkeys(MASK_ARRAYS), **defaults}
+    assert [x for x in given if x in defaults] == list(defaults)
+    assert [x for x in given if x in MASK_ARRAYS] == list(MASK_ARRAYS)
+    parsed, masks = table.parse(SPARSE_ATTENTION, given)
+    assert (parsed, masks) == (table.AttentionOptions(), table.NO_MASKS)
+    if module == "streamkl_cupy":
+        for option in given:
+            assert re.search(rf"^ +{option}: \S", inspect.getdoc(function) or "", re.M), option
+        seen = re.findall(r"^        (\w+): (.*)$", inspect.getsource(table).split("class SharedByAttention")[1], re.M)
+        assert dict(seen[: len(given)]) == {option: parameters[option].annotation for option in given}

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from streamkl_cupy import (
     attention_kl, attention_kl_backward, attention_kl_forward, attention_kl_value_and_grad, plan, warmup,
     KLForward, KLForwardMass, KLGradients,
+    merge_attention_states, sparse_attention, sparse_attention_backward, sparse_attention_forward,
 )
 class Tensor:  # stands for the tensors of any framework
     shape: tuple[int, ...]
@@ -49,6 +50,11 @@ RIGHT = {
     "attention_kl(h, h, h, h)": ROWS,
     "attention_kl_forward(h, h, h, h).teacher_lse": ROWS,
     "attention_kl(h, h, h, h, return_lse=True).kl": ROWS,
+    "sparse_attention(t, t, t, causal=True)": "Tensor",
+    "sparse_attention(t, t, t, return_lse=True).lse": "Tensor",
+    "sparse_attention_forward(t, t, t)": "AttentionForward[Tensor]",
+    "sparse_attention_backward(t, t, t, t, saved=sparse_attention_forward(t, t, t)).key": "Tensor | Any",
+    "merge_attention_states([t, t], [t, t]).out": "Tensor",
 }
 WRONG = {
     'attention_kl(t, t, t, t, reduction="men")': "reduction",
@@ -58,6 +64,8 @@ WRONG = {
     'attention_kl_value_and_grad(t, t, t, t, wrt=("student",))': "wrt",
     'attention_kl_value_and_grad(t, t, t, t, wrt="student_q")': "wrt",
     "attention_kl(t, t, t, t, is_causal=True)": "is_causal",
+    'sparse_attention(t, t, t, layout="bhdn")': "layout",
+    'sparse_attention_backward(t, t, t, t, wrt=("q",))': "wrt",
     "attention_kl(t, t, t)": "overload",
     "attention_kl(t, t, t, t, True)": "overload",
     "attention_kl(t, t, t, t, dense_teacher_lse=t)": "overload",
