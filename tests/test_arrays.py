@@ -270,7 +270,7 @@ class _Spread:
 
 
 def test_jax_spread_over_devices(jax: Any) -> None:
-    with pytest.raises(ValueError, match=r"q is spread over 2 devices; call attention_kl inside jax.shard_map"):
+    with pytest.raises(ValueError, match=r"q is spread over 2 devices; call inside jax.shard_map"):
         frameworks.jax.JAX(jax).read("q", _Spread())
 
 

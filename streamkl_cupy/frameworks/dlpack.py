@@ -123,9 +123,9 @@ class Guest(Framework):
             wish = self.gradient_wish(x)
             if wish is not None:
                 raise TypeError(
-                    f"{name} {wish}, but attention_kl is differentiable in torch and JAX only, and its gradient would "
-                    f"silently be missing. Call attention_kl_value_and_grad, or attention_kl_forward and "
-                    f"attention_kl_backward, inside {self.way_out}; where no gradient is wanted, give arrays that ask "
+                    f"{name} {wish}, but operations are differentiable in torch and JAX only, and its gradient would "
+                    f"silently be missing. Call attention_kl_value_and_grad, or the functions that end in _forward and "
+                    f"_backward, inside {self.way_out}; where no gradient is wanted, give arrays that ask "
                     f"for none"
                 )
 

@@ -36,7 +36,7 @@ class JAX(Framework):
         if isinstance(x, self.tracer):
             raise TypeError(
                 f"{name} is a JAX tracer, which holds no numbers; inside jit, grad, vmap or scan call "
-                f"streamkl_cupy.attention_kl instead of the explicit functions"
+                f"streamkl_cupy.attention_kl or sparse_attention, not the explicit functions"
             )
         if x.is_deleted():
             raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")
@@ -44,8 +44,8 @@ class JAX(Framework):
         places = x.devices()
         if len(places) != 1:
             raise ValueError(
-                f"{name} is spread over {len(places)} devices; call attention_kl inside jax.shard_map, where each "
-                f"device sees its own part"
+                f"{name} is spread over {len(places)} devices; call inside jax.shard_map, where each device sees "
+                f"its own part"
             )
         (place,) = places
         if place.platform not in ("cpu", "gpu", "cuda"):
