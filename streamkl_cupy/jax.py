@@ -1,4 +1,4 @@
-"""JAX: ``attention_kl`` under grad, jit, vmap, scan, remat and shard_map, and the explicit functions on JAX arrays.
+"""JAX: operations under grad, jit, vmap, scan, remat and shard_map, and the explicit functions on JAX arrays.
 
 What differentiates is in ``autodiff/jax.py``; here is what becomes of the rows.
 """
@@ -14,18 +14,28 @@ import numpy as np
 from . import arrays, frameworks, validate
 from .advice.signatures import public
 from .api import attention_kl_backward, attention_kl_forward, attention_kl_value_and_grad
+from .arguments import flag
+from .attention import sparse_attention_backward, sparse_attention_forward
 from .autodiff import jax as autodiff
 from .call import Call
-from .ops import ATTENTION_KL
+from .ops import ATTENTION_KL, SPARSE_ATTENTION
 from .options import LossOptions
-from .results import KLEntropy, KLGradients, rows_of
+from .results import AttentionForward, AttentionGradients, KLEntropy, KLGradients, rows_of
 from .rules import reductions
 
 if TYPE_CHECKING:
     from .arrays import Results
     from .patterns import BlockPattern
 
-__all__ = ["attention_kl", "attention_kl_backward", "attention_kl_forward", "attention_kl_value_and_grad"]
+__all__ = [
+    "attention_kl",
+    "attention_kl_backward",
+    "attention_kl_forward",
+    "attention_kl_value_and_grad",
+    "sparse_attention",
+    "sparse_attention_backward",
+    "sparse_attention_forward",
+]
 
 
 def _loss(operands: tuple[Any, ...], given: dict[str, Any], *, return_entropy: bool = False, **own: Any) -> Any:
@@ -168,3 +178,70 @@ def _check_weight(weight: Any, rows: Any) -> None:
     if weight is not None:
         like = frameworks.standin(ATTENTION_KL.like, rows, arrays.CPU)._replace(framework="jax")
         validate.row_weight(weight, rows.shape, like)
+
+
+def _attend(operands: tuple[Any, ...], given: dict[str, Any], return_lse: bool) -> Any:
+    flag("return_lse", return_lse)
+    return attend(Call.of(SPARSE_ATTENTION, operands, given), return_lse)
+
+
+@public(_attend, op=SPARSE_ATTENTION)
+def sparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: jax.Array | None = None,
+    query_lengths: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
+    cu_seqlens_k: jax.Array | None = None,
+    key_mask: jax.Array | None = None,
+    query_mask: jax.Array | None = None,
+    block_mask: BlockPattern | None = None,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Any:
+    """Attention whose heads each see a part of the context, differentiable by JAX.
+
+    The arguments, results and accuracy are those of :func:`streamkl_cupy.sparse_attention`, which comes here when it is
+    given JAX arrays. Gradients of first order reach the three inputs, from outputs and log-sum-exps; only those that
+    are asked for are computed. For transforms, second order and patterns it is as `attention_kl`: everything after the
+    three arrays is static but the arrays of masks, and a `block_mask` is part of the program.
+
+    Example:
+        >>> import jax
+        >>> from streamkl_cupy.jax import sparse_attention
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 8, 16))
+        >>> grad = jax.grad(lambda v: sparse_attention(q, k, v, causal=True).sum())(v)
+        >>> bool(abs(grad.sum(axis=-2)[..., 0] - 8).max() < 1e-4)  # each row's weights add up to 1
+        True
+    """
+
+
+def attend(call: Call, return_lse: bool) -> Any:
+    """`sparse_attention` of a call with JAX arrays."""
+    rows = _attention(call.operands, call.masks, config=autodiff.checked(call))
+    return AttentionForward(rows.out, rows.lse) if return_lse else rows.out
+
+
+@autodiff.differentiable
+def _attention(inputs: tuple[Any, ...], masks: tuple[Any, ...], *, config: autodiff.Config) -> Results:
+    return autodiff.rows(config, inputs, masks)
+
+
+def attention_forward(call: Call) -> AttentionForward[Any]:
+    """Outputs and log-sum-exps."""
+    rows = autodiff.run_forward(call)
+    return AttentionForward(rows.out, rows.lse)
+
+
+def attention_backward(call: Call, saved: tuple[Any, ...], wrt: tuple[str, ...]) -> AttentionGradients[Any]:
+    """Gradients from what the record says that a backward reads."""
+    return AttentionGradients(**autodiff.run_backward(call, saved, wrt))

@@ -14,7 +14,7 @@ upstream rows that are not finite are 0 in products, and the pairs that do see t
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -162,8 +162,6 @@ def fold(x: Array, key_heads: int) -> Array:
 
 class AttentionBlocks(Blocks):
     """Of `sparse_attention`."""
-
-    empty: ClassVar[tuple[float, ...]] = (-np.inf, 0.0)
 
     def forward(
         self, views: dict[str, Array], segment: Segment, at: Block, scratch: Scratch, team: Team[Any]

@@ -5,7 +5,7 @@ What is summed of a row's logits, and what their derivatives are, the divergence
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -25,8 +25,6 @@ def _wants(side: str, grads: dict[str, Array]) -> bool:
 
 class KLBlocks(Blocks):
     """Of `attention_kl`."""
-
-    empty: ClassVar[tuple[float, ...]] = (0.0, -np.inf, -np.inf, 0.0, 0.0)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,9 +69,6 @@ class Group:
 
 class Blocks(ABC):
     """The blocks of one problem."""
-
-    empty: ClassVar[tuple[float, ...]]
-    """What rows without keys get of each result of the operation."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

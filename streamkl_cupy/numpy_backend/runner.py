@@ -89,7 +89,7 @@ class Runner:
         op = self.problem.operation
         segments, count = self._segments(masks)
         views = self._views(inputs)
-        given = [(self._rows(x), empty) for x, empty in zip(outputs, self._blocks.empty, strict=True) if x is not None]
+        given = [(self._rows(x), empty) for x, empty in zip(outputs, op.empty.values(), strict=True) if x is not None]
         rows = [x for x, _ in given]
         if self.problem.sequences:  # rows after the last sequence
             for out, empty in given:

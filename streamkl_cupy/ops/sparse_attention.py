@@ -19,6 +19,7 @@ OP = Op(
     ),
     like="query",
     rows=("lse",),
+    log_sum_exps=("lse",),
     vectors=(("out", "D_v"),),
     saved=(
         SavedSpec("grad", "out"),
