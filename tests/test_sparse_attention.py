@@ -548,6 +548,106 @@ def test_explicit_functions_take_what_they_are_given_and_leave_it(backend: Any, 
     assert isinstance(grads[0], streamkl_cupy.AttentionGradients)
 
 
+# Differentiation
+
+
+def weighed(rows: Any, weights: tuple[Any, Any]) -> Any:
+    """A loss on outputs and log-sum-exps of rows that all see a key."""
+    return (rows.out * weights[0]).sum() + (rows.lse * weights[1]).sum()
+
+
+def torch_ways() -> dict[str, Any]:
+    def plain(torch: Any, f: Any, x: Any) -> Any:
+        leaves = [t.clone().requires_grad_() for t in x]
+        f(*leaves).backward()
+        return [t.grad for t in leaves]
+
+    def compiled(torch: Any, f: Any, x: Any) -> Any:
+        torch.compiler.reset()
+        return plain(torch, torch.compile(f, backend="aot_eager", fullgraph=True), x)
+
+    def some(torch: Any, f: Any, x: Any) -> Any:
+        value = x[2].clone().requires_grad_()
+        f(x[0], x[1], value).backward()
+        return [None, None, value.grad]
+
+    def per_sample(torch: Any, f: Any, x: Any) -> Any:
+        grads = torch.vmap(torch.func.grad(f, (0, 1, 2)))(*(t[None] for t in x))
+        return [g[0] for g in grads]
+
+    def checkpointed(torch: Any, f: Any, x: Any) -> Any:
+        checkpoint = importlib.import_module("torch.utils.checkpoint").checkpoint
+        return plain(torch, lambda *a: checkpoint(f, *a, use_reentrant=False), x)
+
+    return {f.__name__: f for f in (plain, compiled, some, per_sample, checkpointed)}
+
+
+def jax_ways() -> dict[str, Any]:
+    def plain(jax: Any, f: Any, x: Any) -> Any:
+        return jax.grad(f, (0, 1, 2))(*x)
+
+    def jitted(jax: Any, f: Any, x: Any) -> Any:
+        return jax.jit(jax.grad(f, (0, 1, 2)))(*x)
+
+    def some(jax: Any, f: Any, x: Any) -> Any:
+        return [None, None, jax.grad(f, 2)(*x)]
+
+    def per_sample(jax: Any, f: Any, x: Any) -> Any:
+        return [g[0] for g in jax.vmap(jax.grad(f, (0, 1, 2)))(*(a[None] for a in x))]
+
+    return {f.__name__: f for f in (plain, jitted, some, per_sample)}
+
+
+WAYS = [(module, name) for module, ways in (("torch", torch_ways()), ("jax", jax_ways())) for name in ways]
+
+
+@pytest.mark.filterwarnings("ignore")  # of tracers, different in every release
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("module, way", WAYS)
+def test_outputs_and_log_sum_exps_are_differentiated(
+    module: str, way: str, device: str, rng: np.random.Generator
+) -> None:
+    import conftest
+
+    kinds = {"torch": (conftest.Torch, conftest.TorchCuda), "jax": (conftest.Jax, conftest.JaxCuda)}[module]
+    backend: Any = kinds[device == "cuda"]()
+    x = tuple(rounded(a, "float32") for a in inputs(rng, 40, 40, (16, 16), (4, 2)))
+    weights = rng.standard_normal((2, 4, 40, 16)), rng.standard_normal((2, 4, 40))
+    made = patterns.sharded(4, window=16, stride=2, queries=40, block=16, causal=True, key_heads=2)
+    given: dict[str, Any] = {"causal": True, "block_mask": made, "softcap": 3.0}
+    lengths_of = np.array([40, 21], np.int32)
+    wanted = definition.backward(*weights, *x, key_lengths=lengths_of, **given)
+    with backend.by_default():
+        given["key_lengths"] = backend.mask_array(lengths_of)
+        constants = tuple(backend.array(w, "float32") for w in weights)
+
+        def loss(*a: Any) -> Any:
+            return weighed(streamkl_cupy.sparse_attention(*a, return_lse=True, **given), constants)
+
+        ways = torch_ways() if module == "torch" else jax_ways()
+        grads = ways[way](backend.xp, loss, [backend.array(a, "float32") for a in x])
+        assert [g is None for g in grads] == [way == "some", way == "some", False]
+        for name, g, terms in zip(NAMES, grads, wanted):
+            if g is not None:
+                check_gradient(f"gradient of {name}", backend.numpy(g), terms, "float32")
+
+
+@pytest.mark.parametrize("module", ["torch", "jax"])
+def test_second_order_and_forward_mode_are_refused(module: str, rng: np.random.Generator) -> None:
+    xp = pytest.importorskip(module)
+    make = xp.from_numpy if module == "torch" else importlib.import_module("jax.numpy").asarray
+    q, k, v = (make(a.astype(np.float32)) for a in inputs(rng, 5, 6))
+
+    def loss(a: Any) -> Any:
+        return (streamkl_cupy.sparse_attention(a, k, v) ** 2).sum()
+
+    transform = xp.func if module == "torch" else xp
+    with pytest.raises((NotImplementedError, TypeError), match="sparse_attention has first-order gradients only"):
+        transform.grad(lambda a: (transform.grad(loss)(a) ** 2).sum())(q)
+    with pytest.raises((NotImplementedError, TypeError), match="sparse_attention has reverse-mode gradients only"):
+        transform.jvp(loss, (q,), (q,))
+
+
 # Bad input
 
 
