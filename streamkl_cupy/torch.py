@@ -11,17 +11,18 @@ from torch import Tensor
 
 from . import validate
 from .advice.signatures import public
+from .arguments import flag
 from .autodiff import torch as autodiff
 from .call import Call
-from .ops import ATTENTION_KL
+from .ops import ATTENTION_KL, SPARSE_ATTENTION
 from .options import LossOptions
-from .results import KLEntropy, rows_of
+from .results import AttentionForward, KLEntropy, rows_of
 from .rules import reductions, states
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
 
-__all__ = ["attention_kl"]
+__all__ = ["attention_kl", "sparse_attention"]
 
 autodiff.register(ATTENTION_KL)
 
@@ -171,6 +172,67 @@ def _check_given(name: str, x: Any, rows: Tensor) -> None:
 def outside_programs(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an explicit function from code that torch.compile compiles, which is interrupted there."""
     return function(*args, **kwargs)
+
+
+autodiff.register(SPARSE_ATTENTION)
+
+
+def attend(operands: tuple[Any, ...], given: dict[str, Any], return_lse: bool) -> Any:
+    """`sparse_attention` of tensors and options by name."""
+    flag("return_lse", return_lse)
+    call, traced = autodiff.asked(SPARSE_ATTENTION, operands, given)
+    lse: Any
+    out: Any
+    if traced or not autodiff.unwatched((*operands, *call.masks)):
+        lse, out = autodiff.results(call, traced)
+    elif autodiff.differentiated(operands):
+        found = autodiff.step(call, call.ready(), ("lse", "out") if return_lse else ("out",))
+        lse, out = found if return_lse else (None, found)
+    else:
+        lse, out = autodiff.tensors(call.ready().forward())
+    return AttentionForward(out, lse) if return_lse else out
+
+
+@public(attend, op=SPARSE_ATTENTION)
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | None = None,
+    query_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    block_mask: BlockPattern | None = None,
+    layout: str = "bhnd",
+    precision: str = "highest",
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Any:
+    """Attention whose heads each see a part of the context, differentiable by PyTorch.
+
+    The arguments, results and accuracy are those of :func:`streamkl_cupy.sparse_attention`, which comes here when it is
+    given torch tensors. Gradients of first order reach the three inputs, from outputs and log-sum-exps, under autograd,
+    ``torch.func``, ``torch.vmap``, ``torch.compile(fullgraph=True)`` and checkpointing; only those that are asked for
+    are computed. Autocast does not touch the inputs. Second order and forward mode raise NotImplementedError.
+
+    Example:
+        >>> import torch
+        >>> from streamkl_cupy.torch import sparse_attention
+        >>> q, k, v = torch.randn(3, 2, 4, 8, 16)
+        >>> v.requires_grad_()  # doctest: +ELLIPSIS
+        tensor(...)
+        >>> sparse_attention(q, k, v, causal=True).sum().backward()
+        >>> bool((v.grad.sum(-2)[..., 0] - 8).abs().max() < 1e-4)  # each row's weights add up to 1
+        True
+    """
 
 
 def merged(outs: tuple[Any, ...], lses: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -632,6 +632,7 @@ def test_outputs_and_log_sum_exps_are_differentiated(
                 check_gradient(f"gradient of {name}", backend.numpy(g), terms, "float32")
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("module", ["torch", "jax"])
 def test_second_order_and_forward_mode_are_refused(module: str, rng: np.random.Generator) -> None:
     xp = pytest.importorskip(module)
