@@ -80,7 +80,7 @@ def single(x: Any) -> Any:
     return x.float() if hasattr(x, "float") else x.astype("float32")
 
 
-def squares(*x: Any, row_weight: Any = None, reduction: str = "sum", **options: Any) -> Any:
+def squares(*x: Any, row_weight: Any = None, reduction: str = "none", **options: Any) -> Any:
     """A loss of attention's outputs, whose value does not cancel."""
     out = single(streamkl_cupy.sparse_attention(*x, **options))
     rows = (out * out).sum(-1)
@@ -594,9 +594,22 @@ WAYS: dict[str, Any] = {
 }
 
 
+def torch_cases() -> list[Any]:
+    """Every program in every way; of operations after the first what they may have of their own: each program as it is
+    and compiled, and one that looks at all results in every way."""
+    found = []
+    for op in OPS:
+        for name, way in WAYS.items():
+            for program in PROGRAMS:
+                if op is OPS[0] or name in ("eager", "compile") or program is log_sum_exps_and_weights:
+                    values = way.values if hasattr(way, "marks") else (way,)
+                    marks = getattr(way, "marks", ())
+                    found.append(pytest.param(op, *values, program, marks=marks, id=f"{op}-{name}-{program.__name__}"))
+    return found
+
+
 @pytest.mark.filterwarnings("ignore")  # of compilers and tracers, different in every release
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("op, way, program", torch_cases())
 def test_torch(op: Op, torch_backend: Any, way: Any, program: Any) -> None:
     """Values and gradients of every program in every way are those of the plain call."""
     torch = torch_backend.xp

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from .attention_kl import OP as ATTENTION_KL
 from .interface import Op, OperandSpec, SavedSpec, Task
 from .sparse_attention import OP as SPARSE_ATTENTION
@@ -9,3 +11,9 @@ from .sparse_attention import OP as SPARSE_ATTENTION
 __all__ = ["ATTENTION_KL", "OPS", "SPARSE_ATTENTION", "Op", "OperandSpec", "SavedSpec", "Task"]
 
 OPS: dict[str, Op] = {op.name: op for op in (ATTENTION_KL, SPARSE_ATTENTION)}
+
+# What follows from a record is known before anything is traced: torch.compile cannot run what computes it.
+for _op in OPS.values():
+    for _name, _x in vars(Op).items():
+        if isinstance(_x, cached_property):
+            getattr(_op, _name)
