@@ -188,6 +188,14 @@ def test_framework_examples(tmp_path: Path, script: str) -> None:
     assert text.rstrip().endswith("follows its teacher's.")
 
 
+@needs("torch")
+def test_sparse_attention(tmp_path: Path) -> None:
+    text = run("sparse_attention_torch.py", "--steps", "20", "--ranks", "2", cwd=tmp_path)
+    first, *_, last = [float(x) for x in re.findall(r"KL ([\d.]+) nats", text)]
+    assert last < 0.5 * first
+    assert "have the outputs of the whole\n2 ranks with 2 key heads each have them too" in text
+
+
 @needs("transformers", "accelerate")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_hf_distill(tmp_path: Path, dtype: str) -> None:
@@ -324,6 +332,7 @@ STUDENT = {**TRAINING, "--dim": ["0", "15", "258", "x"], "--rate": ["0", "-1", "
 FILES = ["plot.xyz", "plot", "no/such/folder.png", "taken.png", "x" * 300 + ".png"]
 WRONG: dict[str, dict[str, list[str]]] = {
     "torch_autograd.py": TRAINING,
+    "sparse_attention_torch.py": {**TRAINING, "--ranks": ["0", "5", "x"]},
     "jax_train.py": {**TRAINING, "--rate": ["0"]},
     "flax_train.py": {**TRAINING, "--rate": ["0"]},
     "hf_distill.py": {
