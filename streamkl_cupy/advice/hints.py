@@ -48,7 +48,7 @@ def _empty_rows(chosen: Options, problem: Problem) -> None:
         _warn(
             "empty rows",
             f"{what} with {problem.queries} query rows and {problem.keys} keys: the diagonal ends at the last key, so "
-            f"the first {empty} rows see no key, and their KL is 0. Pass q_offset=0 for a diagonal that begins at the "
+            f"the first {empty} rows see no key, and give 0. Pass q_offset=0 for a diagonal that begins at the "
             f"first key, or q_offset={problem.keys - problem.queries} if this is meant",
         )
 
