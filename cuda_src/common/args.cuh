@@ -4,6 +4,7 @@
 #include "common/types.cuh"
 
 // A row vector from row `first` of a batch entry and head on.
-__device__ inline float* row_vector(const Tensor3& x, int b, int h, int first = 0) {
+template <class Vector>
+__device__ inline float* row_vector(const Vector& x, int b, int h, int first = 0) {
     return reinterpret_cast<float*>(x.pointer) + b * x.batch + h * x.head + first * x.row;
 }

@@ -2,8 +2,6 @@
 #pragma once
 #include "common/types.cuh"
 
-enum ElementCode { kBf16 = 0, kF16 = 1, kF32 = 2 };
-
 constexpr int kRows = SKL_ROWS;        // rows of the stationary tile (one block of threads)
 constexpr int kColumns = SKL_COLUMNS;  // rows of each streamed tile: the columns of the score tile
 constexpr int kWarps = SKL_WARPS;

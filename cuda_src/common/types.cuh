@@ -5,6 +5,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+enum ElementCode { kBf16 = 0, kF16 = 1, kF32 = 2 };
+
 // A half-open interval of rows, keys or tiles.
 struct Range {
     int begin, end;
@@ -22,6 +24,12 @@ struct Everything {
     __device__ bool operator()(At...) const {
         return true;
     }
+};
+
+// Where nothing is to be done.
+struct Nothing {
+    template <class... At>
+    __device__ void operator()(At...) const {}
 };
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -15,6 +15,7 @@
 #include "common/config.cuh"
 #include "common/math.cuh"
 #include "pipeline/ring.cuh"
+#include "tile/accumulate.cuh"
 #include "tile/load.cuh"
 #include "tile/scores.cuh"
 #include "tile/schedule.cuh"
@@ -92,50 +93,6 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, Strip<kTiles>& s,
                 }
                 t[m][c][e] = dx;
             }
-        }
-    }
-}
-
-using OutFragments = FragmentA<OutTile::kCode>[kTiles / 2][kWarpTiles];
-
-// out += score gradients * streamed tile. The matrix unit truncates when it adds; where operands are planes, a tile's
-// many small products are therefore summed apart, and join the long sum by one rounded addition. Beyond a head dim of
-// 192 there are no registers for that.
-__device__ inline void accumulate(Strip<kOutTiles>& out, const OutFragments& a, OutTile streamed) {
-    if constexpr (OutElement::kPlanes == 1 || kOutTiles > 24) {
-#pragma unroll
-        for (int k = 0; k < kTiles / 2; ++k)
-#pragma unroll
-            for (int d = 0; d < kOutTiles; d += 2) {
-                FragmentB2<OutTile::kCode> b;
-                load_b2_transposed(b, streamed, 16 * k, 8 * d);
-#pragma unroll
-                for (int m = 0; m < kWarpTiles; ++m) {
-                    multiply(out[m][d], a[k][m], b, 0);
-                    multiply(out[m][d + 1], a[k][m], b, 1);
-                }
-            }
-    } else {
-#pragma unroll
-        for (int d = 0; d < kOutTiles; d += 2) {
-            Strip<2> part;
-            clear<2>(part);
-#pragma unroll
-            for (int k = 0; k < kTiles / 2; ++k) {
-                FragmentB2<OutTile::kCode> b;
-                load_b2_transposed(b, streamed, 16 * k, 8 * d);
-#pragma unroll
-                for (int m = 0; m < kWarpTiles; ++m) {
-                    multiply(part[m][0], a[k][m], b, 0);
-                    multiply(part[m][1], a[k][m], b, 1);
-                }
-            }
-#pragma unroll
-            for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-                for (int which = 0; which < 2; ++which)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) out[m][d + which][e] += part[m][which][e];
         }
     }
 }
@@ -223,13 +180,7 @@ __device__ inline void write(const GradientArgs& args, const Block& block, int f
                 const int column = 8 * d + Accumulators::first_column(lane);
                 const float x = kept ? out[m][d][Accumulators::element(half, 0)] * factor : 0.f,
                             y = kept ? out[m][d][Accumulators::element(half, 1)] * factor : 0.f;
-                const u64 address = head_base + (r * args.out.row + column) * bytes;
-                if (OutTile::kHeadDim % 2 == 0 && column < OutTile::kHeadDim) {
-                    OutElement::store_pair(address, x, y);
-                } else {
-                    if (column < OutTile::kHeadDim) OutElement::store(address, x);
-                    if (column + 1 < OutTile::kHeadDim) OutElement::store(address + bytes, y);
-                }
+                store_two<OutTile>(head_base + (r * args.out.row + column) * bytes, column, x, y);
             }
         }
 }
@@ -351,13 +302,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
             else
                 logit_gradients<true>(t, s, stats, vectors, scale, at, row, numbers);
 
-            OutFragments a;
-#pragma unroll
-            for (int k = 0; k < kTiles / 2; ++k)
-#pragma unroll
-                for (int m = 0; m < kWarpTiles; ++m)
-                    accumulators_to_a<OutTile::kCode>(a[k][m], t[m][2 * k], t[m][2 * k + 1]);
-            accumulate(out, a, stage(i).grad());
+            StripA<OutTile::kCode, kTiles> a;
+            strip_to_a<OutTile::kCode, kTiles>(a, t);
+            accumulate<kOutTiles, kTiles>(out, a, stage(i).grad());
         }
     }
     write(args, block, first_head, out_heads, out, row, exponent);

@@ -29,5 +29,9 @@ struct Accumulators {
         x += __shfl_xor_sync(~0u, x, 1);
         return x + __shfl_xor_sync(~0u, x, 2);
     }
+    __device__ static float largest_of_row(float x) {
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+        return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+    }
     __device__ static bool writes_row(int lane) { return pair(lane) == 0; }
 };

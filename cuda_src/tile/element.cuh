@@ -2,7 +2,7 @@
 // a float is carried as a sum of bf16 "planes", x = p0 + p1 + p2 with |p(i+1)| <= 2^-8 |p(i)|. Three planes hold all
 // 24 bits and the six products with i + j < 3 leave an error of 2^-24 per term; two planes hold 16 bits.
 #pragma once
-#include "common/config.cuh"
+#include "common/types.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/mma.cuh"
 
@@ -16,6 +16,7 @@ struct Element<kBf16> {
     static constexpr bool kNarrowExponent = false;
     __device__ static void split(float lo, float hi, u32 (&planes)[1]) { planes[0] = pack_bf16(lo, hi); }
     __device__ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(d, a, b0, b1); }
+    __device__ static float load(u64 address) { return bf16_low(*reinterpret_cast<const u16*>(address)); }
     __device__ static void store(u64 address, float x) {
         *reinterpret_cast<u16*>(address) = static_cast<u16>(pack_bf16(x, 0.f));
     }
@@ -31,6 +32,7 @@ struct Element<kF16> {
     static constexpr bool kNarrowExponent = true;  // 2^-24 to 65504: gradients of scores must be scaled into it
     __device__ static void split(float lo, float hi, u32 (&planes)[1]) { planes[0] = pack_f16(lo, hi); }
     __device__ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(d, a, b0, b1); }
+    __device__ static float load(u64 address) { return f16_to_float(*reinterpret_cast<const u16*>(address)); }
     __device__ static void store(u64 address, float x) {
         *reinterpret_cast<u16*>(address) = static_cast<u16>(pack_f16(x, 0.f));
     }
@@ -54,6 +56,7 @@ struct Element<kF32> {
         }
     }
     __device__ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(d, a, b0, b1); }
+    __device__ static float load(u64 address) { return *reinterpret_cast<const float*>(address); }
     __device__ static void store(u64 address, float x) { *reinterpret_cast<float*>(address) = x; }
     __device__ static void store_pair(u64 address, float x, float y) {
         *reinterpret_cast<float2*>(address) = make_float2(x, y);

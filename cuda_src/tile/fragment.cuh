@@ -4,6 +4,7 @@
 // 8-15, depth 0-7), (rows 0-7, depth 8-15), (rows 8-15, depth 8-15), so two neighbouring accumulators are one A
 // fragment: products chain without leaving the registers.
 #pragma once
+#include "common/config.cuh"
 #include "tile/accumulators.cuh"
 #include "tile/element.cuh"
 

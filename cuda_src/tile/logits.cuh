@@ -1,5 +1,4 @@
-// Where dots become logits, and gradients of logits those of dots. The kernel has included its divergence and the scores
-// before.
+// Where dots become logits.
 #pragma once
 #include "common/math.cuh"
 #include "tile/fragment.cuh"
@@ -16,6 +15,15 @@ struct LogitRow {
     __device__ float less(int i, float reference) const { return S::logit(dots[i], numbers, reference); }
 };
 
+// From the derivative by a logit, whose dot has been turned to y, that by the dot, but for the factor.
+template <class S, class N>
+__device__ inline float by_dot(float by_logit, float y, const N& n) {
+    if constexpr (S::kLinear)
+        return by_logit;
+    else
+        return by_logit * S::slope(y, n);
+}
+
 // For accumulators that hold logits already.
 struct LogitsThemselves {
     template <class N>
@@ -27,29 +35,3 @@ struct LogitsThemselves {
         return x - reference;
     }
 };
-
-// What a query row contributes to the gradients of its logits.
-struct RowStats {
-    float lse_t, lse_s;  // base 2
-    float weight;        // factor on the logit gradient
-    float value;         // base 2
-};
-
-// The derivative of a row's value by one dot product of a side, up to a constant and without the weight. Of accumulators
-// that have been turned.
-template <int SIDE>
-__device__ inline float dot_gradient(float t, float s, const RowStats& row, Numbers numbers) {
-    const float x = Score<kTeacher>::logit(t, numbers.teacher, row.lse_t);
-    const float y = Score<kStudent>::logit(s, numbers.student, row.lse_s);
-    const float gradient = LogitGradient<SIDE>::evaluate(x, y, row.value);
-    if constexpr (Score<SIDE>::kLinear)
-        return gradient;
-    else
-        return gradient * Score<SIDE>::slope(SIDE == kTeacher ? t : s, numbers.of<SIDE>());
-}
-
-// That constant; `scale` is the side's plain one.
-template <int SIDE>
-__device__ inline float gradient_factor(float scale) {
-    return LogitGradient<SIDE>::kFactor * Score<SIDE>::factor(scale);
-}

@@ -6,6 +6,29 @@
 #include "tile/fragment.cuh"
 #include "tile/logits.cuh"
 
+// What a query row contributes to the gradients of its logits.
+struct RowStats {
+    float lse_t, lse_s;  // base 2
+    float weight;        // factor on the logit gradient
+    float value;         // base 2
+};
+
+// The derivative of a row's value by one dot product of a side, up to a constant and without the weight. Of accumulators
+// that have been turned.
+template <int SIDE>
+__device__ inline float dot_gradient(float t, float s, const RowStats& row, Numbers numbers) {
+    const float x = Score<kTeacher>::logit(t, numbers.teacher, row.lse_t);
+    const float y = Score<kStudent>::logit(s, numbers.student, row.lse_s);
+    const float gradient = LogitGradient<SIDE>::evaluate(x, y, row.value);
+    return by_dot<Score<SIDE>>(gradient, SIDE == kTeacher ? t : s, numbers.of<SIDE>());
+}
+
+// That constant; `scale` is the side's plain one.
+template <int SIDE>
+__device__ inline float gradient_factor(float scale) {
+    return LogitGradient<SIDE>::kFactor * Score<SIDE>::factor(scale);
+}
+
 constexpr int kSide = SKL_GRAD_SIDE;  // the side that is differentiated
 using Logit = LogitGradient<kSide>;
 

@@ -242,22 +242,28 @@ TENSOR3 = Struct(
     (Field("pointer", "u64"), *(Field(name, "i64") for name in ("batch", "head", "row"))),
     "(B, H, M), a float for each query row, through strides",
 )
-EXTENTS = Struct(
-    "Extents",
-    (
-        Field("batch", "int"),
-        Field("heads", "int"),
-        Field("queries", "int"),
-        Field("keys", "int"),
-        Field("teacher_group", "int", "query heads that read one key head"),
-        Field("student_group", "int"),
-        Field("tiles", "int", "row tiles of this launch per head"),
-        Field("head_group", "int", "heads that run side by side"),
-        Field("splits", "int", "blocks over which the keys of one row tile are split"),
-        Field("sequences", "int", "that lie one after the other in rows and keys; 0: all is one"),
-        Field("mask", "i64", "of each part its integers, then its addresses, in the registry's order", MASK_WORDS),
-    ),
-)
+
+
+def _extents(*groups: Field) -> Struct:
+    return Struct(
+        "Extents",
+        (
+            Field("batch", "int"),
+            Field("heads", "int"),
+            Field("queries", "int"),
+            Field("keys", "int"),
+            *groups,
+            Field("tiles", "int", "row tiles of this launch per head"),
+            Field("head_group", "int", "heads that run side by side"),
+            Field("splits", "int", "blocks over which the keys of one row tile are split"),
+            Field("sequences", "int", "that lie one after the other in rows and keys; 0: all is one"),
+            Field("mask", "i64", "of each part its integers, then its addresses, in the registry's order", MASK_WORDS),
+        ),
+    )
+
+
+_GROUP = "query heads that read one key head"
+EXTENTS = _extents(Field("teacher_group", "int", _GROUP), Field("student_group", "int"))
 INPUTS = Struct("Inputs", tuple(Field(name, TENSOR4) for name in ATTENTION_KL.names))
 
 OUT_ROWS = ("value", "teacher_lse", "student_lse")
@@ -359,6 +365,60 @@ def _with_maps(name: str, base: str, args: Struct) -> Struct:
     return Struct(name, (*(Field(x, TENSOR_MAP) for x in ATTENTION_KL.names), Field(base, args)))
 
 
+class AttentionArgs(NamedTuple):
+    """The arguments of the kernels of attention whose numbers have these names."""
+
+    forward: Struct
+    gradient: Struct
+    rows: Struct
+
+
+@lru_cache
+def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
+    """The arguments by what the score reads."""
+    inputs = tuple(Field(name, TENSOR4) for name in ("query", "key", "value"))
+    extents = _extents(Field("group", "int", _GROUP))
+    of_score = Field("numbers", Struct("Numbers", tuple(Field(name, "float") for name in numbers)))
+    forward = Struct(
+        "AttentionArgs",
+        (
+            *inputs,
+            Field("out", TENSOR4),
+            Field("lse", TENSOR3, "nats"),
+            Field("n", extents),
+            of_score,
+            Field("workspace", "u64", "row states where keys are split, an entry for each split of each row"),
+        ),
+    )
+    gradient = Struct(
+        "AttentionGradientArgs",
+        (
+            *inputs,
+            Field("grad_out", TENSOR4),
+            Field("out", TENSOR4, "gradient of queries or keys"),
+            Field("out_value", TENSOR4, "gradient of values"),
+            Field("n", extents),
+            of_score,
+            Field("out_scale", "float", "the plain scale"),
+            Field("rows", "u64", "what attention_rows.cu has made of each row"),
+        ),
+    )
+    rows = Struct(
+        "AttentionRowsArgs",
+        (
+            Field("grad_out", TENSOR4),
+            Field("saved_out", TENSOR4, "what the forward made"),
+            Field("lse", TENSOR3),
+            Field("grad_lse", TENSOR3, "address 0: none"),
+            Field("entries", "int", "of the batch"),
+            Field("heads", "int"),
+            Field("queries", "int"),
+            Field("workspace", "u64"),
+        ),
+    )
+    return AttentionArgs(forward, gradient, rows)
+
+
 # Workspaces.
 
 LINE = 128
@@ -368,6 +428,30 @@ LINE = 128
 def split_states(floats: int) -> Regions:
     """States of rows whose keys are split over blocks; an entry is a row in one of these."""
     return Regions("SplitStates", (Region("states", "float", floats),))
+
+
+def attention_states(value_dim: int) -> Regions:
+    """States of rows whose keys are split over blocks; an entry is a row in one of these."""
+    return Regions(
+        "AttentionStates",
+        (
+            Region("reference", "float", 1, "of the weights"),
+            Region("sum", "float", 1, "of these"),
+            Region("out", "float", value_dim, "values by their weights"),
+        ),
+        line=LINE,
+    )
+
+
+ATTENTION_ROWS = Regions(
+    "AttentionRows",
+    (
+        Region("lse", "float", 1, "in base 2; plus infinity: the row has no keys"),
+        Region("delta", "float", 1),
+    ),
+    line=LINE,
+)
+"""What gradients of attention read of each row."""
 
 
 def partials(warps: int, rows: int, out_dim: int) -> Regions:
