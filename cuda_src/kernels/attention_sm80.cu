@@ -31,7 +31,6 @@ constexpr int kQueryBytes = KeyTile::bytes(kRows);
 constexpr int kStageBytes = KeyTile::bytes(kColumns) + ValueTile::bytes(kColumns);
 
 static_assert(kQueryBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
-static_assert(SKL_VALUE_DIM == AttentionStates::kOut, "plan: the state of a row");
 
 // Keys and values, a tile after the other.
 struct Keys {
@@ -54,54 +53,6 @@ struct Keys {
         ahead.next();
     }
 };
-
-// What is known of the rows, once all lanes of one know the same: results, or the state where keys are split.
-__device__ inline void write(const AttentionArgs& args, const Block& block, const Segment& segment,
-                             SoftmaxRow<E> (&rows)[kLaneRows], const Strip<kOutTiles>& out, int row) {
-    const Extents& n = args.n;
-    const int lane = lane_id();
-    const i64 all = static_cast<i64>(n.batch) * n.heads * n.queries;
-    AttentionStates states;
-    if (n.splits > 1) states.locate(args.workspace, n.splits * all);
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-        SoftmaxRow<E>& x = rows[i];
-        x.sum = Accumulators::sum_row(x.sum);
-        const int r = row + below_first(i), place = segment.first_query + r;
-        if (r >= segment.queries) continue;
-        if constexpr (Mask::kPicksQueries) {
-            if (!Mask(n, segment, block.batch, block.head).there(r)) x.start();
-        }
-        const bool kept = !x.empty(), whole = n.splits == 1;
-        const float factor = whole ? 1.f / x.sum : 1.f;
-        const i64 state =
-            block.split * all + (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + place;
-        if (Accumulators::writes_row(lane)) {
-            if (whole) {
-                *row_vector(args.lse, block.batch, block.head, place) = x.lse();
-            } else {
-                states.reference[state] = x.reference;
-                states.sum[state] = x.sum;
-            }
-        }
-        const u64 to = args.out.pointer +
-                       (block.batch * args.out.batch + block.head * args.out.head + place * args.out.row) * E::kBytes;
-#pragma unroll
-        for (int d = 0; d < kOutTiles; ++d) {
-            const int column = 8 * d + Accumulators::first_column(lane), half = i % Accumulators::kRows;
-            const float (&o)[4] = out[i / Accumulators::kRows][d];
-            const float a = kept ? o[Accumulators::element(half, 0)] * factor : 0.f,
-                        b = kept ? o[Accumulators::element(half, 1)] * factor : 0.f;
-            if (whole) {
-                store_two<ValueTile>(to + column * E::kBytes, column, a, b);
-            } else {
-                float* const sums = states.out + state * AttentionStates::kOut + column;
-                if (column < SKL_VALUE_DIM) sums[0] = a;
-                if (column + 1 < SKL_VALUE_DIM) sums[1] = b;
-            }
-        }
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     streamkl_attention(const __grid_constant__ AttentionArgs args) {
@@ -155,5 +106,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         accumulate<kOutTiles, kTiles>(out, a, fetch.values(stage));
     }
     cp_async_wait<0>();  // a split without tiles has not waited for its queries
-    write(args, block, segment, state, out, row);
+    write_rows<ValueTile>(args, block, segment, state, out, row);
 }

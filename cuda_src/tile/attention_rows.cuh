@@ -1,10 +1,12 @@
 // Rows of an attention forward: their softmax so far, beside the sums of values that the kernel keeps. The kernel has
 // included its mask and the score before.
 #pragma once
+#include "common/args.cuh"
 #include "common/math.cuh"
 #include "divergences/interface.cuh"
 #include "tile/accumulate.cuh"
 #include "tile/logits.cuh"
+#include "tile/schedule.cuh"
 
 // Rows of which a lane holds elements, and how far below the first of them number i lies.
 constexpr int kLaneRows = Accumulators::kRows * kWarpTiles;
@@ -100,4 +102,55 @@ __device__ inline void hide(Strip<TILES>& x, const Mask& mask, int row, int firs
                                                   key + 8 * c + Accumulators::column(e));
                 x[m][c][e] = visible ? S::logit(x[m][c][e], n) : kMasked;
             }
+}
+
+// What is known of the rows, once all lanes of one know the same: results, or the state where keys are split.
+template <class T, int OUT_TILES>
+__device__ inline void write_rows(const AttentionArgs& args, const Block& block, const Segment& segment,
+                                  SoftmaxRow<typename T::E> (&rows)[kLaneRows], const Strip<OUT_TILES>& out, int row) {
+    using E = typename T::E;
+    static_assert(T::kHeadDim == AttentionStates::kOut, "plan: the state of a row");
+    const Extents& n = args.n;
+    const int lane = lane_id();
+    const i64 all = static_cast<i64>(n.batch) * n.heads * n.queries;
+    AttentionStates states;
+    if (n.splits > 1) states.locate(args.workspace, n.splits * all);
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+        SoftmaxRow<E>& x = rows[i];
+        x.sum = Accumulators::sum_row(x.sum);
+        const int r = row + below_first(i), place = segment.first_query + r;
+        if (r >= segment.queries) continue;
+        if constexpr (Mask::kPicksQueries) {
+            if (!Mask(n, segment, block.batch, block.head).there(r)) x.start();
+        }
+        const bool kept = !x.empty(), whole = n.splits == 1;
+        const float factor = whole ? 1.f / x.sum : 1.f;
+        const i64 state =
+            block.split * all + (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + place;
+        if (Accumulators::writes_row(lane)) {
+            if (whole) {
+                *row_vector(args.lse, block.batch, block.head, place) = x.lse();
+            } else {
+                states.reference[state] = x.reference;
+                states.sum[state] = x.sum;
+            }
+        }
+        const u64 to = args.out.pointer +
+                       (block.batch * args.out.batch + block.head * args.out.head + place * args.out.row) * E::kBytes;
+#pragma unroll
+        for (int d = 0; d < OUT_TILES; ++d) {
+            const int column = 8 * d + Accumulators::first_column(lane), half = i % Accumulators::kRows;
+            const float (&o)[4] = out[i / Accumulators::kRows][d];
+            const float a = kept ? o[Accumulators::element(half, 0)] * factor : 0.f,
+                        b = kept ? o[Accumulators::element(half, 1)] * factor : 0.f;
+            if (whole) {
+                store_two<T>(to + column * E::kBytes, column, a, b);
+            } else {
+                float* const sums = states.out + state * AttentionStates::kOut + column;
+                if (column < T::kHeadDim) sums[0] = a;
+                if (column + 1 < T::kHeadDim) sums[1] = b;
+            }
+        }
+    }
 }

@@ -371,6 +371,7 @@ class AttentionArgs(NamedTuple):
     forward: Struct
     gradient: Struct
     rows: Struct
+    hopper_forward: Struct
 
 
 @lru_cache
@@ -416,7 +417,9 @@ def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
             Field("workspace", "u64"),
         ),
     )
-    return AttentionArgs(forward, gradient, rows)
+    maps = tuple(Field(f"{name}_map", TENSOR_MAP) for name in ("query", "key", "value"))
+    hopper = Struct("HopperAttentionArgs", (*maps, Field("base", forward)))
+    return AttentionArgs(forward, gradient, rows, hopper)
 
 
 # Workspaces.
