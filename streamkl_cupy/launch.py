@@ -20,7 +20,7 @@ from .errors import CaptureError, DriverError
 from .kernels.base import ELEMENT_BYTES, Box, KernelPlan, Work
 from .kernels.gpus import device_facts
 from .kernels.mask_bits import PackedMask
-from .kernels.structs import MASK_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, SAVED_ROWS_ARGS, TENSOR3, TENSOR_MAP, Value
+from .kernels.structs import MASK_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR4, TENSOR_MAP, Value
 from .kernels.tensor_maps import encode
 from .planning import Plan, Step, make_plan
 from .problem import Operand, Problem, canonical_strides
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 # What a backward reads of each row, as the arguments have it.
 _saved_rows = attrgetter(*("kl" if name == "value" else name for name in SAVED_ROWS))
 _AXES = ("batch", "head", "row", "column")
+# Further fields with one value to a query row, and those that are like results with columns.
+ROWS = ("entropy", "lse", "grad_lse")
+VECTORS = ("grad", "saved_out")
 
 
 @lru_cache(maxsize=64)
@@ -177,6 +180,8 @@ class Runner:
         self._context = _primary_context(problem.device.index)
         self.problem = problem
         self._names = problem.operation.names
+        # Whether logits are those of two sides, which are compared.
+        self._pairs = len(problem.distributions) > 1
         self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
         self.workspace_bytes = self.plan.workspace_bytes
         self._kernels: dict[tuple[KernelPlan, ...], _Kernel] = {}
@@ -257,7 +262,7 @@ class Runner:
                     workspace = 0
                 wrt = tuple(name for name, out in zip(self._names, outputs, strict=True) if out is not None)
                 request = self._requests.get((wrt, room)) or self._backward(wrt, room, stream)
-                rows = _row_vectors(self.problem, saved)
+                rows = (_row_vectors if self._pairs else _saved_vectors)(self.problem, saved)
                 commands = self._backwards.keep(key, self._commands(request, inputs, outputs, workspace, masks, rows))
             for function, first, last, _ in commands:
                 function(*first, stream, *last)
@@ -300,9 +305,9 @@ class Runner:
             read = [(name, bits.get(name) or masks[name].ptr) for name in self._mask_arrays]
         for kernel, step in request.launches:
             pointers = [(field, getattr(outputs, name).ptr) for field, name in step.outputs]
-            if kernel.plan.args is SAVED_ROWS_ARGS:
+            if kernel.plan.task.kind == "saved_rows":
                 if not workspace:
-                    raise ValueError("workspace: got none; gradients of this divergence need what backward_bytes says")
+                    raise ValueError("workspace: got none; these gradients need what backward_bytes says")
                 yield from kernel.commands((), (("workspace", workspace + (step.workspace or 0)),), rows)
                 continue
             pointers += read
@@ -312,6 +317,10 @@ class Runner:
                 arrivals, size = workspace + step.partials, kernel.plan.schedule.arrivals_bytes
                 yield Command(self._runtime.memsetAsync, (arrivals, 0, size))
                 pointers += (("partial_arrivals", arrivals), ("partial_sums", arrivals + size))
+            if not self._pairs:  # their rows lie together where they have been made
+                pointers += (("rows", workspace + step.saved_rows),) if step.saved_rows is not None else ()
+                yield from kernel.commands(addresses, pointers, rows[: TENSOR4.size])
+                continue
             here = rows[: len(SAVED_ROWS) * TENSOR3.size]
             if step.saved_rows is not None:
                 here = _made_rows(self.problem, workspace + step.saved_rows)
@@ -419,13 +428,19 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "heads_together": schedule.heads_together,
     }
     for name, side in problem.sides.items():
-        numbers[f"{name}_group"] = max(side.group, 1)
-        numbers |= {f"{name}_numbers.{x}": value for x, value in score_of(side).numbers(side.scale).items()}
-    strides: dict[str, tuple[int, ...]] = {name: problem.operand(name).strides for name in problem.operation.names}
-    strides |= dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, "entropy"), problem.row_strides())
+        # Of the only side there is, without its name.
+        of = f"{name}_" if len(problem.sides) > 1 else ""
+        numbers[f"{of}group"] = max(side.group, 1)
+        numbers |= {f"{of}numbers.{x}": value for x, value in score_of(side).numbers(side.scale).items()}
+    strides: dict[str, tuple[int, ...]] = dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, *ROWS), problem.row_strides())
     strides["moments"] = tuple(x * divergences.of(problem).moments for x in problem.row_strides())
+    strides |= {name: problem.operand(name).strides for name in problem.operation.names}
+    for field, letter in problem.operation.vectors:
+        strides |= dict.fromkeys((field, *VECTORS), problem.compact_vector_strides(letter))
     if task.side:
-        strides |= {field: problem.compact_input_strides(name) for field, name in task.outputs}
+        # Those that it does not write have some too.
+        tasks = (*problem.operation.gradients, task)
+        strides |= {field: problem.compact_input_strides(name) for x in tasks for field, name in x.outputs}
     numbers |= {f"{name}.{axis}": step for name, steps in strides.items() for axis, step in zip(_AXES, steps)}
     return plan.args.pack({name: value for name, value in numbers.items() if name in plan.args})
 
@@ -441,6 +456,17 @@ def _row_vectors(problem: Problem, saved: Saved) -> bytes:
 
     rows = b"".join(packed(x or absent) for x in _saved_rows(saved))
     return rows if saved.moments is None else rows + packed(saved.moments, 1)
+
+
+def _saved_vectors(problem: Problem, saved: Saved) -> bytes:
+    """Upstream gradient, result and log-sum-exps of attention, last the derivative by these or no address."""
+
+    def packed(x: ArrayView, trailing: int) -> bytes:
+        strides = canonical_strides(x.strides, problem.rank - 1 + trailing, problem.layout, trailing)
+        return (TENSOR4 if trailing else TENSOR3).packer.pack(x.ptr, *strides)
+
+    grad_lse = bytes(TENSOR3.size) if saved.grad_lse is None else packed(saved.grad_lse, 0)
+    return packed(saved.grad, 1) + packed(saved.out, 1) + packed(saved.lse, 0) + grad_lse
 
 
 def _made_rows(problem: Problem, address: int) -> bytes:

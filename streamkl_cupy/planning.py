@@ -14,7 +14,7 @@ from math import inf
 
 import numpy as np
 
-from .kernels import KERNELS, combine, mask_bits, saved_rows
+from .kernels import JOINS, KERNELS, SAVED_ROWS, combine, mask_bits
 from .kernels.base import Kernel, KernelPlan, TileRow, Work, shared
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
@@ -49,14 +49,14 @@ class FusedPlan:
     side: str
     kernels: tuple[KernelPlan, ...]
     """What prepares the workspace, the pass, what makes sums the gradient of the queries where there are sums: same
-    arguments."""
+    arguments. Or the pass alone."""
     workspace_bytes: int
     """Of the pass, and after that what blocks need that share a row tile."""
 
     @property
     def main(self) -> KernelPlan:
         """The pass."""
-        return self.kernels[1]
+        return self.kernels[min(len(self.kernels) - 1, 1)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -203,8 +203,9 @@ class Plan:
 
     def __str__(self) -> str:
         p = self.problem
+        title = p.op.replace("_", " ").replace("kl", "KL")
         lines = [
-            f"attention KL on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}"
+            f"{title} on {p.device}: B={p.batch} H={p.heads} M={p.queries} N={p.keys}, mask {p.mask.name}"
             + (f", {counted(p.sequences, 'sequence')}" if p.sequences else "")
             + (f", {p.divergence}" if p.divergence != Problem.divergence else "")
             + "".join(f", {name} {x:g}" for name, x in p.parameters)
@@ -215,6 +216,7 @@ class Plan:
                 + (f", softcap {side.softcap:g}" if side.softcap is not None else "")
                 for name, side in p.sides.items()
             ),
+            *(f"  {name}: D={p.operand(name).dim}" for name in p.operation.names if p.operation.operand[name].extra),
             f"  workspace {self.workspace_bytes} B",
             *(f"  {packed}" for packed in self.mask_bits),
             f"  {self.forward}",
@@ -248,14 +250,14 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     splits = combine.splits(forward.blocks, visited, facts, forward.tile.min_blocks)
     if splits == 1:
         return replace(plan, problem=problem)
-    floats = Work(problem, forward.task).longest_state
     forward = replace(forward, blocks=forward.blocks * splits, schedule=replace(forward.schedule, splits=splits))
+    states = max(kernel.regions[0].bytes(splits * rows) for kernel, _ in replace(plan, forward=forward).passes)
     return replace(
         plan,
         problem=problem,
         forward=forward,
-        combine=combine.plan(Work(problem, forward.task), forward, facts),
-        workspace_bytes=plan.mask_bytes + split_states(floats).bytes(splits * rows),
+        combine=JOINS[problem.op].plan(Work(problem, forward.task), forward, facts),
+        workspace_bytes=plan.mask_bytes + states,
     )
 
 
@@ -265,6 +267,8 @@ def no_gradients(problem: Problem, name: str) -> str:
     slope = score_of(side).largest_slope
     if side.dim > (most := problem.operation.max_gradient_dim):
         return f"built for head dims up to {most} on CUDA, but the {name}'s is {side.dim}"
+    if "divergence" not in problem.operation.rules:
+        return ""  # its gradients of float16 are scaled as they turn out
     if side.dtype == "float16" and slope > 1:
         return (
             f"built in float16 on CUDA for scores with slopes of at most 1, which keep them in its range, but those of "
@@ -286,9 +290,9 @@ def _shared(plan: Plan, problem: Problem, facts: DeviceFacts) -> Plan:
 
     def share_pass(whole: FusedPlan) -> FusedPlan:
         main = share(whole.main)
-        before, _, *after = (replace(x, schedule=main.schedule) for x in whole.kernels)
+        kernels = tuple(main if x is whole.main else replace(x, schedule=main.schedule) for x in whole.kernels)
         more = main.schedule.partial_bytes - whole.main.schedule.partial_bytes
-        return replace(whole, kernels=(before, main, *after), workspace_bytes=whole.workspace_bytes + more)
+        return replace(whole, kernels=kernels, workspace_bytes=whole.workspace_bytes + more)
 
     return replace(
         plan,
@@ -319,10 +323,11 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     sides = [side for side in op.sides if not no_gradients(problem, side)]
     packed = mask_bits.plan(problem, facts)
     passes = {task.side: _fused(Work(problem, task), facts) for task in op.fused if task.side in sides}
-    saved_rows_bytes = saved_rows.rows_bytes(problem)
+    rows = SAVED_ROWS[problem.op]
+    saved_rows_bytes = rows.rows_bytes(problem)
     return Plan(
         problem=problem,
-        saved_rows=tuple((side, saved_rows.plan(problem, side, facts)) for side in sides) if saved_rows_bytes else (),
+        saved_rows=tuple((side, rows.plan(problem, side, facts)) for side in sides) if saved_rows_bytes else (),
         saved_rows_bytes=saved_rows_bytes,
         forward=_alone(Work(problem, op.forward), facts),
         gradients=tuple((task.name, _alone(Work(problem, task), facts)) for task in op.gradients if task.side in sides),

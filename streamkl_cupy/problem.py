@@ -183,6 +183,11 @@ class Problem:
         """Canonical strides of a compact array of `input_shape(name)`."""
         return canonical_strides(compact_strides(self.input_shape(name)), self.rank, self.layout, trailing=1)
 
+    def compact_vector_strides(self, letter: str) -> tuple[int, ...]:
+        """Canonical strides of a compact array with so many columns for each query row."""
+        shape = (*self.row_shape, self.columns(letter))
+        return canonical_strides(compact_strides(shape), self.rank, self.layout, trailing=1)
+
     def _callers_order(self, bhr: tuple[int, int, int]) -> tuple[int, ...]:
         b, h, r = bhr
         full = (b, h, r) if self.layout == "bhnd" else (b, r, h)

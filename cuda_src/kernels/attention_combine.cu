@@ -6,7 +6,7 @@
 #include "tile/accumulators.cuh"
 #include "tile/element.cuh"
 
-using E = Element<SKL_ELEMENT>;
+using E = Element<SKL_A_ELEMENT>;
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS)
     streamkl_attention_combine(const __grid_constant__ AttentionArgs args) {

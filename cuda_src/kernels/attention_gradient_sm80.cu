@@ -25,9 +25,9 @@
 #include "@score"
 #include "tile/logits.cuh"
 
-using Score = SKL_SCORE;
-using KeyTile = Tile<SKL_ELEMENT, SKL_DIM>;          // and queries
-using ValueTile = Tile<SKL_ELEMENT, SKL_VALUE_DIM>;  // and G
+using Score = SKL_A_SCORE;
+using KeyTile = Tile<SKL_A_ELEMENT, SKL_A_DIM>;        // and queries
+using ValueTile = Tile<SKL_A_ELEMENT, SKL_VALUE_DIM>;  // and G
 using E = KeyTile::E;
 
 // What is asked for: dQ or dK, and dV.
@@ -85,6 +85,16 @@ struct RowVectors {
         }
     }
 };
+
+// Rows of G, which comes as the caller's framework has it: what a plan does not know.
+template <int ROWS, int AT_ONCE = 16, class Wanted = Everything>
+__device__ inline void load_grads(ValueTile tile, const AttentionGradientArgs& args, const HeadView& grads, int first,
+                                  Range valid, Wanted wanted = {}) {
+    if (vector_rows(args.grad, E::kBytes))
+        load_rows<ROWS, true, AT_ONCE>(tile, grads, first, valid, wanted);
+    else
+        load_rows<ROWS, false>(tile, grads, first, valid, wanted);
+}
 
 // The dots t become P and, where that is asked for, the products d of G and values become X. With MASKED the pairs that
 // are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside one
@@ -229,11 +239,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         Cursor<Mask> at(mask, rows, mask.steps_of(first_row, covering(columns, kColumns)));
         const RowVectors vectors(args, block.batch, head, segment);
         const HeadView queries = head_view<KeyTile>(args.query, block.batch, head, segment.first_query);
-        const HeadView grads = head_view<ValueTile>(args.grad_out, block.batch, head, segment.first_query);
+        const HeadView grads = head_view<ValueTile>(args.grad, block.batch, head, segment.first_query);
         const HeadView keys = head_view<KeyTile>(args.key, block.batch, key_head, segment.first_key);
         const HeadView values = head_view<ValueTile>(args.value, block.batch, key_head, segment.first_key);
         Cursor<Mask> ahead = at;
-        const auto fetch = [&rows, &columns, &ahead, &vectors, &queries, &grads, &keys, &values, stage](int i) {
+        const auto fetch = [&args, &rows, &columns, &ahead, &vectors, &queries, &grads, &keys, &values, stage](int i) {
             const int first = ahead.row();
             // Asking takes registers.
             constexpr int at_once = Mask::kSparse ? 1 : 16;
@@ -242,11 +252,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                 return full || ahead.streamed_seen(rows.begin, rows.end, column);
             };
             if constexpr (kRowsAreQueries) {
-                load_rows<kColumns, SKL_KEY_VECTOR, at_once>(stage(i).scored(), keys, first, columns, met);
+                load_rows<kColumns, SKL_AK_VECTOR, at_once>(stage(i).scored(), keys, first, columns, met);
                 load_rows<kColumns, SKL_VALUE_VECTOR>(stage(i).valued(), values, first, columns);
             } else {
-                load_rows<kColumns, SKL_QUERY_VECTOR, at_once>(stage(i).scored(), queries, first, columns, met);
-                load_rows<kColumns, SKL_GRAD_VECTOR, at_once>(stage(i).valued(), grads, first, columns, met);
+                load_rows<kColumns, SKL_AQ_VECTOR, at_once>(stage(i).scored(), queries, first, columns, met);
+                load_grads<kColumns, at_once>(stage(i).valued(), args, grads, first, columns, met);
                 vectors.load(stage(i).vectors(), first, columns);
             }
             ahead.next();
@@ -255,11 +265,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         cp_async_wait<0>();  // a head whose list is empty has waited for nothing, not even for its rows
         __syncthreads();     // the previous head's last tile is still being read
         if (head == first_head) {
-            load_rows<kRows, kRowsAreQueries ? SKL_QUERY_VECTOR : SKL_KEY_VECTOR>(
+            load_rows<kRows, kRowsAreQueries ? SKL_AQ_VECTOR : SKL_AK_VECTOR>(
                 rows_scored, kRowsAreQueries ? queries : keys, first_row, rows);
-            if constexpr (kScored)
-                load_rows<kRows, kRowsAreQueries ? SKL_GRAD_VECTOR : SKL_VALUE_VECTOR>(
-                    rows_valued, kRowsAreQueries ? grads : values, first_row, rows);
+            if constexpr (kRowsAreQueries)
+                load_grads<kRows>(rows_valued, args, grads, first_row, rows);
+            else if constexpr (kScored)
+                load_rows<kRows, SKL_VALUE_VECTOR>(rows_valued, values, first_row, rows);
             cp_async_commit();
         }
         fill_ring(ahead, fetch);

@@ -6,8 +6,8 @@
 #include "common/math.cuh"
 #include "tile/element.cuh"
 
-constexpr int kLanes = 16;
-using E = Element<SKL_ELEMENT>;
+constexpr int kLanes = SKL_LANES;
+using E = Element<SKL_A_ELEMENT>;
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS)
     streamkl_attention_rows(const __grid_constant__ AttentionRowsArgs args) {
@@ -24,10 +24,10 @@ extern "C" __global__ void __launch_bounds__(SKL_THREADS)
         const auto row_of = [b, h, r](const Tensor4& x) {
             return x.pointer + (b * x.batch + h * x.head + r * x.row) * E::kBytes;
         };
-        const u64 out = row_of(args.saved_out), grad = row_of(args.grad_out);
+        const u64 out = row_of(args.saved_out), grad = row_of(args.grad);
         for (int d = threadIdx.x % kLanes; d < SKL_VALUE_DIM; d += kLanes)
             sum = fmaf(E::load(out + d * args.saved_out.column * E::kBytes),
-                       E::load(grad + d * args.grad_out.column * E::kBytes), sum);
+                       E::load(grad + d * args.grad.column * E::kBytes), sum);
     }
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);

@@ -20,9 +20,9 @@
 #include "@score"
 #include "tile/attention_rows.cuh"
 
-using Score = SKL_SCORE;
-using KeyTile = Tile<SKL_ELEMENT, SKL_DIM>;  // and queries
-using ValueTile = Tile<SKL_ELEMENT, SKL_VALUE_DIM>;
+using Score = SKL_A_SCORE;
+using KeyTile = Tile<SKL_A_ELEMENT, SKL_A_DIM>;  // and queries
+using ValueTile = Tile<SKL_A_ELEMENT, SKL_VALUE_DIM>;
 using E = KeyTile::E;
 
 constexpr int kTiles = kColumns / 8;
@@ -48,7 +48,7 @@ struct Keys {
         const auto met = [this, full](int k) {
             return full || ahead.streamed_seen(ahead.rows.begin, ahead.rows.end, k);
         };
-        load_rows<kColumns, SKL_KEY_VECTOR>(keys(stage), key_view, key, valid);
+        load_rows<kColumns, SKL_AK_VECTOR>(keys(stage), key_view, key, valid);
         load_rows<kColumns, SKL_VALUE_VECTOR, at_once>(values(stage), value_view, key, valid, met);
         ahead.next();
     }
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     Keys fetch{base + kQueryBytes, head_view<KeyTile>(args.key, block.batch, key_head, segment.first_key),
                head_view<ValueTile>(args.value, block.batch, key_head, segment.first_key), keys, at};
 
-    load_rows<kRows, SKL_QUERY_VECTOR>(
+    load_rows<kRows, SKL_AQ_VECTOR>(
         queries, head_view<KeyTile>(args.query, block.batch, block.head, segment.first_query), first_row, rows);
     cp_async_commit();
     fill_ring(fetch.ahead, fetch);

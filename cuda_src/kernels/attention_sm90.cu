@@ -26,10 +26,10 @@
 #include "@score"
 #include "tile/attention_rows.cuh"
 
-using Score = SKL_SCORE;
-using Keys = SwizzledTile<SKL_ELEMENT, SKL_DIM>;  // and queries
-using Values = SwizzledTile<SKL_ELEMENT, SKL_VALUE_DIM>;
-using OutTile = Tile<SKL_ELEMENT, SKL_VALUE_DIM>;
+using Score = SKL_A_SCORE;
+using Keys = SwizzledTile<SKL_A_ELEMENT, SKL_A_DIM>;  // and queries
+using Values = SwizzledTile<SKL_A_ELEMENT, SKL_VALUE_DIM>;
+using OutTile = Tile<SKL_A_ELEMENT, SKL_VALUE_DIM>;
 using E = OutTile::E;
 
 constexpr int kGroups = kWarps / 4;
@@ -113,20 +113,20 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         registers_lower<SKL_PRODUCER_REGISTERS>();
         if (threadIdx.x == kThreads) {
             mbarrier_expect(lay.queries_here(), kQueryBytes);
-            load_chunks<kRows>(lay.queries(), all.query_map, lay.queries_here(), 0, Keys::kChunks,
+            load_chunks<kRows>(lay.queries(), all.query, lay.queries_here(), 0, Keys::kChunks,
                                segment.first_query + first_row, block.head, block.batch);
             const int head = block.head / n.group;
             for (; walk.more(); walk.next()) {
                 const int key = segment.first_key + walk.row();
                 mbarrier_wait(lay.empty(at.slot), at.parity ^ 1);
                 mbarrier_expect(lay.full(at.slot), Keys::bytes(kColumns));
-                load_chunks<kColumns>(lay.piece(at.slot), all.key_map, lay.full(at.slot), 0, Keys::kChunks, key, head,
+                load_chunks<kColumns>(lay.piece(at.slot), all.key, lay.full(at.slot), 0, Keys::kChunks, key, head,
                                       block.batch);
                 at.advance();
                 mbarrier_wait(lay.empty(at.slot), at.parity ^ 1);
                 mbarrier_expect(lay.full(at.slot), Values::bytes(kColumns));
-                load_chunks<kColumns>(lay.piece(at.slot), all.value_map, lay.full(at.slot), 0, Values::kChunks, key,
-                                      head, block.batch);
+                load_chunks<kColumns>(lay.piece(at.slot), all.value, lay.full(at.slot), 0, Values::kChunks, key, head,
+                                      block.batch);
                 at.advance();
             }
         }

@@ -20,7 +20,7 @@ from ..rules.masks import parts_of, registers
 from ..rules.scores import score_of
 from .gpus import DeviceFacts
 from .shares import LEAST_STEPS, number, shapes_of, steps_of
-from .structs import Args, Regions, Struct, args_of, partials, row_tiles
+from .structs import ARGS, Args, AttentionArgs, Regions, Struct, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
 
 # Of most divergences: two references, two sums, and one more.
@@ -112,7 +112,10 @@ class Work:
 
     @property
     def out_dim(self) -> int:
-        return self.side.dim if self.task.side else 2
+        """Columns of the widest result that a row has: of gradients, or of a forward."""
+        if self.task.side:
+            return max(self.problem.operand(name).dim for name in self.task.results)
+        return max((self.problem.columns(letter) for _, letter in self.problem.operation.vectors), default=2)
 
     @property
     def row_vectors(self) -> int:
@@ -355,9 +358,10 @@ class Kernel(ABC, Generic[Row]):
 
     def fitting(self, work: Work, facts: DeviceFacts) -> tuple[Row, ...]:
         """The rows of the table that this work and this GPU allow, whatever the extents: found once for all of them."""
-        (teacher, student), asked = work.sides, work.problem
+        asked = work.problem
         rules = (asked.mask.parts, asked.divergence, work.turned)
-        key = (work.task, teacher.dim, student.dim, teacher.dtype, student.dtype, rules, facts)
+        dims = tuple((side.dim, side.dtype) for side in work.sides), tuple(x.dim for x in asked.extras)
+        key = (asked.op, work.task, dims, rules, facts)
         found = self._fitting.get(key)
         return found or self._fitting.setdefault(key, self._fits(work, facts))
 
@@ -419,6 +423,7 @@ class Kernel(ABC, Generic[Row]):
         parts, scores = parts_of(problem.mask), [score_of(side) for side in work.sides]
         constants: dict[str, int | float | str] = {
             **{f"SKL_{name[0].upper()}_{x}": y for name, side in problem.sides.items() for x, y in _of_side(side)},
+            **{f"SKL_{x.name.upper()}_DIM": problem.operand(x.name).dim for x in problem.operation.operands if x.extra},
             # One text for both precisions where no float32 is involved.
             "SKL_PLANES": PLANES[problem.precision if work.float32 else "highest"],
             "SKL_ROWS": tile.rows,
@@ -438,9 +443,10 @@ class Kernel(ABC, Generic[Row]):
         constants |= divergence.constants
         if problem.entropy and not task.side:
             constants["SKL_ENTROPY"] = 1
+        together = ("scores/all.cuh",) if len(scores) > 1 else ()
         headers: dict[str, str | tuple[str, ...]] = {
             "divergence": divergence.header,
-            "score": (*dict.fromkeys(path for score in scores for path in score.headers), "scores/all.cuh"),
+            "score": (*dict.fromkeys(path for score in scores for path in score.headers), *together),
             "mask": (*(part.header for part in parts), "masks/all.cuh"),
         }
         if task.side:
@@ -452,7 +458,7 @@ class Kernel(ABC, Generic[Row]):
             arch=self.flag(facts),
             constants=tuple(sorted(constants.items())),
             slots=tuple((rule, headers[rule]) for rule in problem.operation.rules),
-            args=getattr(_args(problem), self.args),
+            args=getattr(args_for(problem), self.args),
             regions=self.regions(work, tile),
             blocks=_blocks(blocks, most_blocks),
             most_blocks=most_blocks,
@@ -537,9 +543,11 @@ def _of_side(side: Side) -> tuple[tuple[str, int | str], ...]:
     return (("ELEMENT", ELEMENT_CODES[side.dtype]), ("DIM", side.dim), ("SCORE", score_of(side).struct))
 
 
-def _args(problem: Problem) -> Args:
-    teacher, student = (tuple(score_of(side).numbers(1.0)) for side in problem.distributions)
-    return args_of(teacher, student)
+def args_for(problem: Problem) -> Args | AttentionArgs:
+    """The arguments of kernels, by what the scores of the problem read."""
+    numbers = [tuple(score_of(side).numbers(1.0)) for side in problem.distributions]
+    found: Args | AttentionArgs = ARGS[problem.op](*numbers)
+    return found
 
 
 def vector_loads(x: Operand) -> bool:

@@ -9,7 +9,7 @@ bytes of shared memory, and what its kernel says besides.
 
 from __future__ import annotations
 
-from ..problem import Side
+from ..problem import Operand, Side
 from .base import ELEMENT_BYTES, Kernel, TileRow, Work, vector_loads
 from .gpus import DeviceFacts
 
@@ -27,9 +27,11 @@ class Portable(Kernel[TileRow]):
                 "and newer; use NumPy arrays to compute on the CPU"
             )
         if not self.fitting(work, facts):
-            teacher, student = work.sides
+            dims = dict.fromkeys(
+                f"{x.dim} ({x.dtype})" for x in (*(side.q for side in work.sides), *work.problem.extras)
+            )
             return (
-                f"head dims {teacher.dim} ({teacher.dtype}) and {student.dim} ({student.dtype}) need more shared "
+                f"head dims {' and '.join(dims)} need more shared "
                 f"memory than the {facts.smem_per_block} B of {facts.name or 'this GPU'}"
             )
         return ""
@@ -38,18 +40,25 @@ class Portable(Kernel[TileRow]):
         return facts.flag
 
     def smem_bytes(self, work: Work, tile: TileRow) -> int:
-        pitch = sum(-(-side.dim // 16) * 16 * ELEMENT_BYTES[side.dtype] + 16 for side in work.sides)
-        return tile.rows * pitch + tile.stages * tile.columns * (pitch + 4 * work.row_vectors)
+        row = sum(pitch(side.q) for side in work.sides)
+        return tile.rows * row + tile.stages * tile.columns * (row + 4 * work.row_vectors)
 
     def threads(self, tile: TileRow) -> int:
         return tile.warps * 32
 
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
         loads = {
-            f"SKL_{x.side[0].upper()}{x.rows.upper()}_VECTOR": int(vector_loads(work.problem.operand(x.name)))
+            f"SKL_{x.name.upper() if x.extra else x.side[0].upper() + x.rows.upper()}_VECTOR": int(
+                vector_loads(work.problem.operand(x.name))
+            )
             for x in work.problem.operation.operands
         }
         return {**loads, "SKL_MIN_BLOCKS": tile.min_blocks, "SKL_UNROLL": tile.unroll}
+
+
+def pitch(x: Operand) -> int:
+    """Bytes from one row of an operand to the next, in a tile."""
+    return -(-x.dim // 16) * 16 * ELEMENT_BYTES[x.dtype] + 16
 
 
 def common_bytes(*sides: Side) -> int:

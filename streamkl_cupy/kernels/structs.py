@@ -8,12 +8,12 @@ are described alike: sizes for the plan, constants and pointers for the kernel.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from ..ops import ATTENTION_KL
+from ..ops import ATTENTION_KL, SPARSE_ATTENTION, Op
 from ..rules.masks import most_words
 
 # C spelling and code of `struct`. `u64` is what a call fills in: addresses, and the words of tensor maps.
@@ -361,8 +361,8 @@ def args_of(teacher: Names = ("scale",), student: Names = ("scale",)) -> Args:
     )
 
 
-def _with_maps(name: str, base: str, args: Struct) -> Struct:
-    return Struct(name, (*(Field(x, TENSOR_MAP) for x in ATTENTION_KL.names), Field(base, args)))
+def _with_maps(name: str, base: str, args: Struct, op: Op = ATTENTION_KL) -> Struct:
+    return Struct(name, (*(Field(x, TENSOR_MAP) for x in op.names), Field(base, args)))
 
 
 class AttentionArgs(NamedTuple):
@@ -377,7 +377,7 @@ class AttentionArgs(NamedTuple):
 @lru_cache
 def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
     """The arguments by what the score reads."""
-    inputs = tuple(Field(name, TENSOR4) for name in ("query", "key", "value"))
+    inputs = tuple(Field(name, TENSOR4) for name in SPARSE_ATTENTION.names)
     extents = _extents(Field("group", "int", _GROUP))
     of_score = Field("numbers", Struct("Numbers", tuple(Field(name, "float") for name in numbers)))
     forward = Struct(
@@ -395,7 +395,7 @@ def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
         "AttentionGradientArgs",
         (
             *inputs,
-            Field("grad_out", TENSOR4),
+            Field("grad", TENSOR4),
             Field("out", TENSOR4, "gradient of queries or keys"),
             Field("out_value", TENSOR4, "gradient of values"),
             Field("n", extents),
@@ -407,7 +407,7 @@ def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
     rows = Struct(
         "AttentionRowsArgs",
         (
-            Field("grad_out", TENSOR4),
+            Field("grad", TENSOR4),
             Field("saved_out", TENSOR4, "what the forward made"),
             Field("lse", TENSOR3),
             Field("grad_lse", TENSOR3, "address 0: none"),
@@ -417,10 +417,15 @@ def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
             Field("workspace", "u64"),
         ),
     )
-    maps = tuple(Field(f"{name}_map", TENSOR_MAP) for name in ("query", "key", "value"))
-    hopper = Struct("HopperAttentionArgs", (*maps, Field("base", forward)))
+    hopper = _with_maps("HopperAttentionArgs", "base", forward, SPARSE_ATTENTION)
     return AttentionArgs(forward, gradient, rows, hopper)
 
+
+ARGS: Final[dict[str, Callable[..., Any]]] = {
+    ATTENTION_KL.name: args_of,
+    SPARSE_ATTENTION.name: attention_args_of,
+}
+"""By operation, the arguments of its kernels by the names of the numbers of each side."""
 
 # Workspaces.
 
