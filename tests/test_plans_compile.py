@@ -60,6 +60,20 @@ def test_the_hardest_of_each_kind(arch: str, divergence: str, rng: np.random.Gen
     check([hard[i] for i in rng.choice(len(hard), 6, replace=False)])
 
 
+@pytest.mark.parametrize("arch", catalogue.ARCHS)
+def test_some_of_the_hardest_of_attention(arch: str, rng: np.random.Generator) -> None:
+    """Of each tile and role the one that takes most, some of them; all are a matter of --slow."""
+    listed = catalogue.attention_entries(arch, masks=("none", "everything"), scores=("dot", "dot+softcap"))
+    hard = catalogue.hardest([listed[i] for i in rng.permutation(len(listed))])
+    check([hard[i] for i in rng.choice(len(hard), 6, replace=False)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", catalogue.ARCHS)
+def test_every_kernel_of_attention(arch: str) -> None:
+    check(catalogue.attention_entries(arch, masks=catalogue.MASK_CASES, scores=("dot", "dot+softcap")))
+
+
 @pytest.mark.parametrize("score", sorted({*catalogue.SCORE_CASES} - {Side.score}))
 def test_some_of_the_hardest_of_each_score(score: str, rng: np.random.Generator) -> None:
     """Of what most calls have; all masks and head dims are a matter of --slow."""

@@ -173,7 +173,7 @@ def test_a_kernel_is_a_pair_of_files() -> None:
     modules = {name: importlib.import_module(f"streamkl_cupy.kernels.{name}") for name in sorted(texts)}
     listed = {f"{kind}_{kernel.family}": kernel for kind, kernels in KERNELS.items() for kernel in kernels}
     assert {name: module.KERNEL for name, module in modules.items() if hasattr(module, "KERNEL")} == listed
-    assert all(kernel.kind == name.partition("_")[0] for name, kernel in listed.items())
+    assert all(kernel.kind == name.rpartition("_")[0] for name, kernel in listed.items())
 
 
 def imports_of(path: Path) -> set[str]:

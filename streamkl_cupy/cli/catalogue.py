@@ -27,11 +27,12 @@ from ..compiler import cache
 from ..compiler import nvrtc as compiler
 from ..concurrency.threads import usable_cores
 from ..errors import CompilerError
-from ..kernels import combine
+from ..kernels import JOINS
 from ..kernels.base import ELEMENT_CODES, PLANES, KernelPlan, Work
-from ..kernels.gpus import facts_for_arch
+from ..kernels.gpus import DeviceFacts, facts_for_arch
 from ..kernels.work_tiles import Schedule
-from ..planning import make_plan
+from ..ops import SPARSE_ATTENTION
+from ..planning import Plan, make_plan
 from ..problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from ..rules.masks import MASKS, registers, together
 from ..rules.scores import SCORES
@@ -47,6 +48,9 @@ DIMS = (
     (576, 128),
 )
 """(teacher, student); the unequal ones are shrunk students, latent attention and indexers."""
+
+ATTENTION_DIMS = ((64, 64), (128, 128), (80, 48), (64, 128), (192, 128), (256, 256))
+"""(queries and keys, values) of attention."""
 
 ARCHS = ("sm_80", "sm_90", "sm_120")
 # What asks for code of its own: an interval, places, holes, lists, holes on both sides, and all that can come together.
@@ -176,6 +180,37 @@ def problem(
     )
 
 
+def attention_problem(
+    dims: tuple[int, int],
+    types: ElementTypes,
+    mask: str = "none",
+    aligned: bool = True,
+    extents: Extents = EXTENTS[0],
+    score: str = Side.score,
+) -> Problem:
+    """The same of attention; `dims` are those of queries and keys, and of values, `types` of one and the same type."""
+    packed = any(MASKS[name].packing for name in MASK_CASES[mask])
+
+    def operand(heads: int, rows: int, dim: int) -> Operand:
+        return Operand(heads, rows, dim, types.teacher, _four(compact_strides((1, heads, rows, dim))), aligned)
+
+    query, key = operand(extents.heads, extents.queries, dims[0]), operand(extents.key_heads, extents.keys, dims[0])
+    return Problem(
+        batch=1,
+        heads=extents.heads,
+        queries=extents.queries,
+        keys=extents.keys,
+        distributions=(Side(query, key, dims[0] ** -0.5, *SCORE_CASES[score]),),
+        mask=mask_spec(mask, extents.queries, extents.keys),
+        device=Device("cuda"),
+        rank=3 if packed else 4,
+        precision=types.precision,
+        sequences=SEQUENCES if packed else 0,
+        op=SPARSE_ATTENTION.name,
+        extras=(operand(extents.key_heads, extents.keys, dims[1]),),
+    )
+
+
 def mask_spec(mask: str, queries: int, keys: int) -> MaskSpec:
     """A mask of the list. Its integers are no part of a kernel."""
     parts = [MASKS[name] for name in MASK_CASES[mask]]
@@ -226,17 +261,49 @@ def entries(
                 except NotImplementedError as reason:
                     refused.append(f"{label}: {reason}")
                     continue
-                # Whether keys are split hangs on the numbers of a call.
-                joined = plan.combine or combine.plan(Work(plan.problem, plan.forward.task), plan.forward, facts)
-                passes = [*(fused.main for fused in plan.fused), *(packed.kernel for packed in plan.mask_bits)]
-                passes += [kernel for _, kernel in plan.saved_rows]
-                # Of every pass that the divergence needs.
-                forwards = [kernel for both in replace(plan, combine=joined).passes for kernel in both if kernel]
-                for kernel in (*forwards, *(gradient for _, gradient in plan.gradients), *passes):
-                    # The launch is no part of the compiled text.
-                    compiled = replace(kernel, blocks=0, schedule=Schedule())
-                    found.setdefault(compiled, Entry(f"{kernel.name} {label}", kernel))
+                _note(found, plan, facts, label)
     return list(found.values()), refused
+
+
+def attention_entries(
+    arch: str,
+    dims: Iterable[tuple[int, int]] = ATTENTION_DIMS,
+    types: Iterable[ElementTypes] = ELEMENT_TYPES,
+    masks: Iterable[str] = PLAIN,
+    scores: Iterable[str] = (Side.score,),
+) -> list[Entry]:
+    """The same of attention, whose operands have one type; every problem has its kernels.
+
+    Raises:
+        ValueError: the architecture is not known.
+    """
+    facts = facts_for_arch(arch)
+    found: dict[KernelPlan, Entry] = {}
+    alike = [x for x in types if x.teacher == x.student]
+    for pair, type_of, mask, aligned, extents, score in itertools.product(
+        dims, alike, masks, (True, False), EXTENTS, scores
+    ):
+        if not aligned and (type_of not in UNALIGNED or mask not in PLAIN):
+            continue
+        label = f"{pair[0]}/{pair[1]} {type_of} {mask}{'' if aligned else ' unaligned'}"
+        label += "" if score == Side.score else f" {score}"
+        _note(found, make_plan(attention_problem(pair, type_of, mask, aligned, extents, score), facts), facts, label)
+    return list(found.values())
+
+
+def _note(found: dict[KernelPlan, Entry], plan: Plan, facts: DeviceFacts, label: str) -> None:
+    """Add the kernels of a plan that are not among the found ones."""
+    # Whether keys are split hangs on the numbers of a call.
+    join = JOINS[plan.problem.op]
+    joined = plan.combine or join.plan(Work(plan.problem, plan.forward.task), plan.forward, facts)
+    passes = [*(fused.main for fused in plan.fused), *(packed.kernel for packed in plan.mask_bits)]
+    passes += [kernel for _, kernel in plan.saved_rows]
+    # Of every pass that the divergence needs.
+    forwards = [kernel for both in replace(plan, combine=joined).passes for kernel in both if kernel]
+    for kernel in (*forwards, *(gradient for _, gradient in plan.gradients), *passes):
+        # The launch is no part of the compiled text.
+        compiled = replace(kernel, blocks=0, schedule=Schedule())
+        found.setdefault(compiled, Entry(f"{kernel.name} {label}", kernel))
 
 
 def hardest(listed: Sequence[Entry]) -> list[Entry]:
@@ -256,9 +323,8 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
             entry.kernel.name,
             entry.kernel.tile,
             *(rule for slot, rule in entry.kernel.slots if slot != "mask"),
-            *(constants.get(code) == ELEMENT_CODES["float32"] for code in ("SKL_T_ELEMENT", "SKL_S_ELEMENT")),
-            constants.get("SKL_T_SCORE"),
-            constants.get("SKL_S_SCORE"),
+            *(constants.get(f"SKL_{side}_ELEMENT") == ELEMENT_CODES["float32"] for side in "TSA"),
+            *(constants.get(f"SKL_{side}_SCORE") for side in "TSA"),
             constants.get("SKL_PACKED_ROWS"),
             constants.get("SKL_PASS"),
         )
@@ -269,12 +335,13 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
 
 def _weight(entry: Entry) -> tuple[int, ...]:
     constants: dict[str, Any] = dict(entry.kernel.constants)
-    dims = (constants.get("SKL_T_DIM", 0), constants.get("SKL_S_DIM", 0))
+    dims = [constants.get(f"SKL_{x}_DIM", 0) for x in ("T", "S", "A", "VALUE")]
     # Element-wise loads and a mask need registers of their own.
     structs = constants.get("SKL_MASK_PARTS", "")
     parts = tuple(part for part in MASKS.values() if part.struct in structs.split(", "))
     level = registers(parts, rows_are_keys=not constants.get("SKL_ROWS_ARE_QUERIES", 1))
-    return max(dims), sum(dims), -constants.get("SKL_TQ_VECTOR", 1), level, len(structs)
+    unaligned = not constants.get("SKL_TQ_VECTOR", constants.get("SKL_AQ_VECTOR", 1))
+    return max(dims), sum(dims), unaligned, level, len(structs)
 
 
 def build(
