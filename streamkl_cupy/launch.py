@@ -20,7 +20,17 @@ from .errors import CaptureError, DriverError
 from .kernels.base import ELEMENT_BYTES, Box, KernelPlan, Work
 from .kernels.gpus import device_facts
 from .kernels.mask_bits import PackedMask
-from .kernels.structs import MASK_BITS, MASK_WORDS, OUT_ROWS, SAVED_ROWS, TENSOR3, TENSOR4, TENSOR_MAP, Value
+from .kernels.structs import (
+    ATTENTION_ROWS,
+    MASK_BITS,
+    MASK_WORDS,
+    OUT_ROWS,
+    SAVED_ROWS,
+    TENSOR3,
+    TENSOR4,
+    TENSOR_MAP,
+    Value,
+)
 from .kernels.tensor_maps import encode
 from .planning import Plan, Step, make_plan
 from .problem import Operand, Problem, canonical_strides
@@ -34,6 +44,8 @@ if TYPE_CHECKING:
 
 # What a backward reads of each row, as the arguments have it.
 _saved_rows = attrgetter(*("kl" if name == "value" else name for name in SAVED_ROWS))
+COPY = -1
+"""In place of an operand's number: a copy that a kernel makes before."""
 _AXES = ("batch", "head", "row", "column")
 # Further fields with one value to a query row, and those that are like results with columns.
 ROWS = ("entropy", "lse", "grad_lse")
@@ -90,8 +102,8 @@ class _Kernel:
         self._maps = tuple(
             (
                 8 * args.words[f"{box.name}.words"],
-                names.index(box.name),
-                _Maps(problem.operand(box.name), problem.batch, box),
+                names.index(box.name) if box.name in names else COPY,
+                _Maps(problem.operand(box.name) if box.name in names else _copied(problem), problem.batch, box),
             )
             for box in plan.boxes
         )
@@ -107,7 +119,7 @@ class _Kernel:
         self._rows = 8 * self._words.get(SAVED_ROWS[0], 0)
 
     def commands(
-        self, inputs: tuple[int, ...], others: Iterable[tuple[str, int]], rows: bytes = b""
+        self, inputs: tuple[int, ...], others: Iterable[tuple[str, int]], rows: bytes = b"", copy: int = 0
     ) -> Iterator[Command]:
         """The launches on these arguments.
 
@@ -115,11 +127,12 @@ class _Kernel:
             inputs: addresses of the operands.
             others: (field, or array of the mask; what it is in this call) of everything else.
             rows: packed row vectors in place of the template's.
+            copy: address of a copy that has been made of one of these.
         """
         packed = self._type.from_buffer_copy(self._template)
         address = ctypes.addressof(packed)
         for offset, operand, maps in self._maps:
-            ctypes.memmove(address + offset, maps[inputs[operand]], TENSOR_MAP.size)
+            ctypes.memmove(address + offset, maps[copy if operand == COPY else inputs[operand]], TENSOR_MAP.size)
         if rows:
             ctypes.memmove(address + self._rows, rows, len(rows))
         for word, pointer in zip(self._operands, inputs):
@@ -147,6 +160,13 @@ class _Maps(dict[int, bytes]):
         if len(self) >= self.LIMIT:
             self.clear()
         return self.setdefault(pointer, encode(pointer, *self._shape))
+
+
+def _copied(problem: Problem) -> Operand:
+    """What a copy of the upstream gradient looks like: compact, whatever that does."""
+    value, heads, rows = problem.operand("value"), problem.heads, problem.queries
+    strides = (heads * rows * value.dim, rows * value.dim, value.dim, 1)
+    return Operand(heads, rows, value.dim, value.dtype, strides, True)
 
 
 class _Packed(dict[tuple[Any, ...], tuple[Command, ...]]):
@@ -182,6 +202,8 @@ class Runner:
         self._names = problem.operation.names
         # Whether logits are those of two sides, which are compared.
         self._pairs = len(problem.distributions) > 1
+        # Where the copy of upstream gradients lies behind the rows that have been made.
+        self._copy = ATTENTION_ROWS.bytes(problem.batch * problem.heads * problem.queries)
         self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
         self.workspace_bytes = self.plan.workspace_bytes
         self._kernels: dict[tuple[KernelPlan, ...], _Kernel] = {}
@@ -308,7 +330,11 @@ class Runner:
             if kernel.plan.task.kind == "saved_rows":
                 if not workspace:
                     raise ValueError("workspace: got none; these gradients need what backward_bytes says")
-                yield from kernel.commands((), (("workspace", workspace + (step.workspace or 0)),), rows)
+                made = workspace + (step.workspace or 0)
+                fields = [("workspace", made)]
+                if len(kernel.plan.regions) > 1:
+                    fields.append(("copy", made + self._copy))
+                yield from kernel.commands((), fields, rows)
                 continue
             pointers += read
             if step.workspace is not None:
@@ -318,8 +344,9 @@ class Runner:
                 yield Command(self._runtime.memsetAsync, (arrivals, 0, size))
                 pointers += (("partial_arrivals", arrivals), ("partial_sums", arrivals + size))
             if not self._pairs:  # their rows lie together where they have been made
-                pointers += (("rows", workspace + step.saved_rows),) if step.saved_rows is not None else ()
-                yield from kernel.commands(addresses, pointers, rows[: TENSOR4.size])
+                made = workspace + (step.saved_rows or 0)
+                pointers += (("rows", made),) if step.saved_rows is not None else ()
+                yield from kernel.commands(addresses, pointers, rows[: TENSOR4.size], made + self._copy)
                 continue
             here = rows[: len(SAVED_ROWS) * TENSOR3.size]
             if step.saved_rows is not None:

@@ -323,17 +323,19 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     sides = [side for side in op.sides if not no_gradients(problem, side)]
     packed = mask_bits.plan(problem, facts)
     passes = {task.side: _fused(Work(problem, task), facts) for task in op.fused if task.side in sides}
-    rows = SAVED_ROWS[problem.op]
-    saved_rows_bytes = rows.rows_bytes(problem)
+    gradients = tuple((task.name, _alone(Work(problem, task), facts)) for task in op.gradients if task.side in sides)
+    fused = tuple(found for found, _ in passes.values() if found is not None)
+    rows, readers = SAVED_ROWS[problem.op], [*(x.main for x in fused), *(kernel for _, kernel in gradients)]
+    saved_rows_bytes = rows.rows_bytes(problem, readers)
     return Plan(
         problem=problem,
-        saved_rows=tuple((side, rows.plan(problem, side, facts)) for side in sides) if saved_rows_bytes else (),
+        saved_rows=tuple((x, rows.plan(problem, x, facts, readers)) for x in sides) if saved_rows_bytes else (),
         saved_rows_bytes=saved_rows_bytes,
         forward=_alone(Work(problem, op.forward), facts),
-        gradients=tuple((task.name, _alone(Work(problem, task), facts)) for task in op.gradients if task.side in sides),
+        gradients=gradients,
         workspace_bytes=sum(x.bytes for x in packed),
         mask_bits=packed,
-        fused=tuple(found for found, _ in passes.values() if found is not None),
+        fused=fused,
         unfused=tuple((side, reason) for side, (found, reason) in passes.items() if found is None),
     )
 

@@ -15,42 +15,17 @@
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
-#include "divergences/interface.cuh"
 #include "pipeline/ring.cuh"
-#include "tile/accumulate.cuh"
 #include "tile/load.cuh"
 #include "tile/scores.cuh"
 #include "tile/schedule.cuh"
 #include "@mask"
 #include "@score"
-#include "tile/logits.cuh"
+#include "tile/attention_gradient.cuh"
 
-using Score = SKL_A_SCORE;
-using KeyTile = Tile<SKL_A_ELEMENT, SKL_A_DIM>;        // and queries
-using ValueTile = Tile<SKL_A_ELEMENT, SKL_VALUE_DIM>;  // and G
-using E = KeyTile::E;
-
-// What is asked for: dQ or dK, and dV.
-constexpr bool kScored = SKL_GRADIENT_OF_SCORES, kValues = SKL_GRADIENT_OF_VALUES;
-static_assert(kRowsAreQueries ? kScored && !kValues : kScored || kValues, "plan: queries have one gradient");
-
-constexpr int kTiles = kColumns / 8;
-constexpr int kLaneRows = Accumulators::kRows * kWarpTiles;
-constexpr int kOutTiles = kScored ? KeyTile::kDepth / 8 : 2;  // of those that are not wanted little, and unused
-constexpr int kValueTiles = kValues ? ValueTile::kDepth / 8 : 2;
 constexpr int kRowBytes = KeyTile::bytes(kRows) + (kScored ? ValueTile::bytes(kRows) : 0);
-constexpr int kVectors = kRowsAreQueries ? 0 : 2;  // per streamed query: log-sum-exp and delta
 constexpr int kStageBytes = KeyTile::bytes(kColumns) + ValueTile::bytes(kColumns) + kVectors * kColumns * 4;
 static_assert(kRowBytes + kStages * kStageBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
-
-constexpr int kLift = E::kNarrowExponent ? 14 : 0;
-constexpr int kTopExponent = 8;  // of X when the scale of a row moves: 2^7 below what makes it move
-constexpr float kLargest = 32768.f;
-
-// The log-sum-exp in base 2 and delta of a query row, as attention_rows.cu has them.
-struct Row {
-    float lse, delta;
-};
 
 // A tile of streamed rows in shared memory.
 struct Stage {
@@ -58,32 +33,6 @@ struct Stage {
     __device__ KeyTile scored() const { return {base}; }
     __device__ ValueTile valued() const { return {base + KeyTile::bytes(kColumns)}; }
     __device__ u32 vectors() const { return base + KeyTile::bytes(kColumns) + ValueTile::bytes(kColumns); }
-};
-
-// Of the head's first query row.
-struct RowVectors {
-    const float *lse, *delta;
-    __device__ RowVectors(const AttentionGradientArgs& args, int batch, int head, const Segment& segment) {
-        const Extents& n = args.n;
-        AttentionRows rows;
-        rows.locate(args.rows, static_cast<i64>(n.batch) * n.heads * n.queries);
-        const i64 first = (static_cast<i64>(batch) * n.heads + head) * n.queries + segment.first_query;
-        lse = rows.lse + first;
-        delta = rows.delta + first;
-    }
-    // A row that is not there has no weights.
-    __device__ Row read(int q, int queries) const {
-        const bool inside = q < queries;
-        return {inside ? lse[q] - kLift : infinity(), inside ? delta[q] : 0.f};
-    }
-    // Those of a tile of queries, from `first` on.
-    __device__ void load(u32 to, int first, Range valid) const {
-        for (int j = threadIdx.x; j < kVectors * kColumns; j += kThreads) {
-            const int q = first + j % kColumns;
-            const bool inside = valid.contains(q);
-            cp_async_4(to + 4 * j, (j < kColumns ? lse : delta) + (inside ? q : 0), inside ? 4 : 0);
-        }
-    }
 };
 
 // Rows of G, which comes as the caller's framework has it: what a plan does not know.
@@ -94,110 +43,6 @@ __device__ inline void load_grads(ValueTile tile, const AttentionGradientArgs& a
         load_rows<ROWS, true, AT_ONCE>(tile, grads, first, valid, wanted);
     else
         load_rows<ROWS, false>(tile, grads, first, valid, wanted);
-}
-
-// The dots t become P and, where that is asked for, the products d of G and values become X. With MASKED the pairs that
-// are not visible are set to zero after the fact, whatever came out for them. Two instances, because a test inside one
-// would be turned into selections that every tile pays for.
-template <bool MASKED, class N>
-__device__ inline void logit_gradients(Strip<kTiles>& t, Strip<kTiles>& d, const Row (&rows)[kLaneRows], u32 vectors,
-                                       const Cursor<Mask>& at, int row, const N& numbers) {
-#pragma unroll
-    for (int c = 0; c < kTiles; ++c) {
-        const int column = 8 * c + Accumulators::first_column(lane_id());
-        Row streamed[2];
-        if constexpr (!kRowsAreQueries) {
-            const float2 lse = shared_float2(vectors + 4 * column),
-                         delta = shared_float2(vectors + 4 * (kColumns + column));
-            streamed[0] = {lse.x - kLift, delta.x};
-            streamed[1] = {lse.y - kLift, delta.y};
-        }
-#pragma unroll
-        for (int m = 0; m < kWarpTiles; ++m) {
-            turn<Score>(t[m], c, numbers);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const Row& x = kRowsAreQueries ? rows[Accumulators::kRows * m + Accumulators::row(e)]
-                                               : streamed[Accumulators::column(e)];
-                float p = exp2_approx(Score::logit(t[m][c][e], numbers, x.lse));
-                float dx = 0.f;
-                if constexpr (kScored) dx = by_dot<Score>(p * (d[m][c][e] - x.delta), t[m][c][e], numbers);
-                if constexpr (MASKED) {
-                    const int r = row + 16 * m + Accumulators::below(Accumulators::row(e)),
-                              other = at.row() + column + Accumulators::column(e);
-                    if (!(kRowsAreQueries ? at.mask.visible(r, other) : at.mask.visible(other, r))) p = dx = 0.f;
-                }
-                t[m][c][e] = p;
-                d[m][c][e] = dx;
-            }
-        }
-    }
-}
-
-// Types of narrow exponent: brings X into their range by a power of two per row, 2^exponent, and where a row's has to
-// move, its sums with it.
-__device__ inline void rescale(Strip<kTiles>& x, Strip<kOutTiles>& out, int (&exponent)[kLaneRows]) {
-    float top[kLaneRows];
-    bool safe = true;
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-        const int m = i / Accumulators::kRows, half = i % Accumulators::kRows;
-        top[i] = 0.f;
-#pragma unroll
-        for (int c = 0; c < kTiles; ++c)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) top[i] = fmaxf(top[i], fabsf(x[m][c][Accumulators::element(half, j)]));
-        safe = safe && !(top[i] * power_of_two(exponent[i]) > kLargest);
-    }
-    if (!__all_sync(~0u, safe)) {
-#pragma unroll
-        for (int i = 0; i < kLaneRows; ++i) {
-            const int m = i / Accumulators::kRows, half = i % Accumulators::kRows;
-            const float largest = Accumulators::largest_of_row(top[i]);
-            if (largest * power_of_two(exponent[i]) > kLargest) {
-                const int to = kTopExponent - exponent_of(largest);
-                const float shrink = power_of_two(max(to - exponent[i], -126));
-                exponent[i] = to;
-#pragma unroll
-                for (int d = 0; d < kOutTiles; ++d)
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) out[m][d][Accumulators::element(half, j)] *= shrink;
-            }
-        }
-        __syncwarp();
-    }
-#pragma unroll
-    for (int m = 0; m < kWarpTiles; ++m)
-#pragma unroll
-        for (int c = 0; c < kTiles; ++c)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                x[m][c][e] *= power_of_two(exponent[Accumulators::kRows * m + Accumulators::row(e)]);
-}
-
-// The rows of an output whose sums lack `factor` and, per row, a power of two.
-template <class T, int TILES>
-__device__ inline void write(u64 head, i64 stride, const Strip<TILES>& out, int row, int end, float factor,
-                             const int (&exponent)[kLaneRows], const bool (&kept)[kLaneRows]) {
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-        const int m = i / Accumulators::kRows, half = i % Accumulators::kRows;
-        const int r = row + 16 * m + Accumulators::below(half);
-        if (r >= end) continue;
-        const float scale = factor * power_of_two(-exponent[i]);
-        const u64 to = head + r * stride * T::E::kBytes;
-#pragma unroll
-        for (int d = 0; d < TILES; ++d) {
-            const int column = 8 * d + Accumulators::first_column(lane_id());
-            const float a = kept[i] ? out[m][d][Accumulators::element(half, 0)] * scale : 0.f,
-                        b = kept[i] ? out[m][d][Accumulators::element(half, 1)] * scale : 0.f;
-            store_two<T>(to + column * T::E::kBytes, column, a, b);
-        }
-    }
-}
-
-__device__ inline u64 head_of(const Tensor4& x, int batch, int head, int first) {
-    return x.pointer + (batch * x.batch + head * x.head + first * x.row) * E::kBytes;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
@@ -276,10 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         fill_ring(ahead, fetch);
         if constexpr (kRowsAreQueries) {
 #pragma unroll
-            for (int i = 0; i < kLaneRows; ++i)
-                stats[i] =
-                    vectors.read(row + 16 * (i / Accumulators::kRows) + Accumulators::below(i % Accumulators::kRows),
-                                 segment.queries);
+            for (int i = 0; i < kLaneRows; ++i) stats[i] = vectors.read(row + below_first(i), segment.queries);
         }
 
         for (int i = 0; at.more(); ++i, at.next()) {
@@ -305,22 +147,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     }
     cp_async_wait<0>();  // a block without tiles has not waited for its rows
 
-    Block again = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
-    const Segment here = Mask::locate(n, first_head, again);
-    const Mask mask(n, here, block.batch, first_head);
-    const int first_out = kRowsAreQueries ? here.first_query : here.first_key;
-    bool kept[kLaneRows];
-    int lift[kLaneRows];
-#pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {
-        const int r = row + 16 * (i / Accumulators::kRows) + Accumulators::below(i % Accumulators::kRows);
-        kept[i] = !(kRowsAreQueries && Mask::kPicksQueries) || !mask.keys_of(r, r + 1).empty();
-        lift[i] = kLift;
-    }
-    if constexpr (kScored)
-        write<KeyTile>(head_of(args.out, block.batch, block.head, first_out), args.out.row, out, row, row_count,
-                       Score::factor(args.out_scale) * power_of_two(-kLift), exponent, kept);
-    if constexpr (kValues)
-        write<ValueTile>(head_of(args.out_value, block.batch, block.head, first_out), args.out_value.row, out_values,
-                         row, row_count, 1.f, lift, kept);
+    write_gradients(args, out, out_values, exponent, row);
 }

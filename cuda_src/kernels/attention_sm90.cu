@@ -25,6 +25,7 @@
 #include "@mask"
 #include "@score"
 #include "tile/attention_rows.cuh"
+#include "tile/attention_unseen.cuh"
 
 using Score = SKL_A_SCORE;
 using Keys = SwizzledTile<SKL_A_ELEMENT, SKL_A_DIM>;  // and queries
@@ -55,24 +56,6 @@ struct Layout {
     __device__ u32 empty(int slot) const { return full(kRing) + 8 * slot; }
     __device__ u32 queries_here() const { return empty(kRing); }
 };
-
-// Clears values, of the keys from `key` on, that no row of the block sees. Called by a warpgroup that multiplies next;
-// several may clear the same ones.
-__device__ inline void clear_unseen(u32 values, const Walk& at, Range keys, int barrier) {
-    const float zeros[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
-    for (int r = threadIdx.x & 127; r < kColumns; r += 128) {
-        const int key = at.row() + r;
-        if (keys.contains(key) && at.streamed_seen(at.rows.begin, at.rows.end, key)) continue;
-#pragma unroll 1
-        for (int c = 0; c < Values::kChunks; ++c)
-#pragma unroll
-            for (int piece = 0; piece < 8; ++piece)  // whole rows, so the swizzle does not matter
-                store_float4(values + (c * kColumns + r) * 128 + 16 * piece, zeros);
-    }
-    async_fence();
-    barrier_sync(barrier, 128);
-}
 
 // Issues O += P V.
 __device__ inline void multiply_values(Strip<kOutTiles>& out, const StripA<OutTile::kCode, kTiles>& a, u64 values) {
@@ -194,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             }
             const int slot = at.slot;
             mbarrier_wait(lay.full(slot), at.parity);
-            if (!full) clear_unseen(lay.piece(slot), walk, keys, kWarpgroup + group);
+            if (!full) clear_unseen<Values, kColumns>(lay.piece(slot), walk, keys, kWarpgroup + group);
             at.advance();
             walk.next();
             if (walk.more() && seen()) {

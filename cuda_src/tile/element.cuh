@@ -16,6 +16,7 @@ struct Element<kBf16> {
     static constexpr bool kNarrowExponent = false;
     __device__ static void split(float lo, float hi, u32 (&planes)[1]) { planes[0] = pack_bf16(lo, hi); }
     __device__ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(d, a, b0, b1); }
+    __device__ static float2 widen(u32 pair) { return make_float2(bf16_low(pair), bf16_high(pair)); }
     __device__ static float load(u64 address) { return bf16_low(*reinterpret_cast<const u16*>(address)); }
     __device__ static void store(u64 address, float x) {
         *reinterpret_cast<u16*>(address) = static_cast<u16>(pack_bf16(x, 0.f));
@@ -32,6 +33,9 @@ struct Element<kF16> {
     static constexpr bool kNarrowExponent = true;  // 2^-24 to 65504: gradients of scores must be scaled into it
     __device__ static void split(float lo, float hi, u32 (&planes)[1]) { planes[0] = pack_f16(lo, hi); }
     __device__ static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(d, a, b0, b1); }
+    __device__ static float2 widen(u32 pair) {
+        return make_float2(f16_to_float(static_cast<u16>(pair)), f16_to_float(static_cast<u16>(pair >> 16)));
+    }
     __device__ static float load(u64 address) { return f16_to_float(*reinterpret_cast<const u16*>(address)); }
     __device__ static void store(u64 address, float x) {
         *reinterpret_cast<u16*>(address) = static_cast<u16>(pack_f16(x, 0.f));

@@ -17,12 +17,6 @@ __device__ inline HeadView head_view(const Tensor4& x, int b, int h, int first) 
     return {x.pointer + (b * x.batch + h * x.head + first * x.row) * bytes, x.row * bytes, x.column * bytes};
 }
 
-// Whether every row of an input whose elements have so many bytes starts on a 16-byte boundary, its columns adjacent.
-__device__ inline bool vector_rows(const Tensor4& x, int bytes) {
-    const u64 steps = (x.batch | x.head | x.row) * static_cast<u64>(bytes);
-    return ((x.pointer | steps) & 15) == 0 && x.column == 1;
-}
-
 // One 16-byte chunk of `count` elements that lie `stride` bytes apart, the rest zero. A word at a time: this is the
 // path of last resort, and in flight loads would cost the main loop its registers.
 template <class T>

@@ -9,6 +9,7 @@ from ..ops import ATTENTION_KL, SPARSE_ATTENTION
 from . import (
     attention_combine,
     attention_gradient_sm80,
+    attention_gradient_sm90,
     attention_rows,
     attention_sm80,
     attention_sm90,
@@ -27,7 +28,7 @@ KERNELS: dict[str, tuple[Kernel[Any], ...]] = {
     "gradient": (gradient_sm90.KERNEL, gradient_sm80.KERNEL),
     "fused": (fused_sm90.KERNEL,),
     "attention": (attention_sm90.KERNEL, attention_sm80.KERNEL),
-    "attention_gradient": (attention_gradient_sm80.KERNEL,),
+    "attention_gradient": (attention_gradient_sm90.KERNEL, attention_gradient_sm80.KERNEL),
 }
 """By kind of task, the most capable first; the last forward and gradients run on every supported GPU."""
 

@@ -17,7 +17,7 @@ from .gpus import DeviceFacts
 from .sm80 import Portable, pitch
 from .structs import ATTENTION_ROWS, Regions
 
-MOST_OF_BOTH = 128
+MOST_OF_BOTH = 128  # half as many of float32, whose operands are planes
 
 _QUERIES = (
     TileRow(4, 2, 32, 2, 2, 64, "32 rows per warp, two blocks per multiprocessor", unroll=3, max_out=64),
@@ -60,19 +60,20 @@ class _Gradient(Portable):
         return _BOTH if len(work.task.outputs) > 1 else _KEYS
 
     def refuses(self, work: Work, facts: DeviceFacts) -> str:
-        if len(work.task.outputs) > 1 and max(work.dim, work.out_dim) > MOST_OF_BOTH:
-            return f"registers hold gradients of keys and of values up to {MOST_OF_BOTH} columns each"
+        most = MOST_OF_BOTH // (2 if work.float32 else 1)
+        if len(work.task.outputs) > 1 and max(work.dim, work.out_dim) > most:
+            return f"registers hold gradients of keys and of values up to {most} columns each"
         return super().refuses(work, facts)
 
     def smem_bytes(self, work: Work, tile: TileRow) -> int:
         p, p_v = pitch(work.side.q), pitch(work.problem.operand("value"))
         streamed = p + p_v + (8 if work.rows_are_keys else 0)
-        return tile.rows * (p + (p_v if _scored(work) else 0)) + tile.stages * tile.columns * streamed
+        return tile.rows * (p + (p_v if is_scored(work) else 0)) + tile.stages * tile.columns * streamed
 
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
         return {
             **super().constants(work, tile),
-            "SKL_GRADIENT_OF_SCORES": int(_scored(work)),
+            "SKL_GRADIENT_OF_SCORES": int(is_scored(work)),
             "SKL_GRADIENT_OF_VALUES": int("value" in work.task.results),
         }
 
@@ -80,7 +81,7 @@ class _Gradient(Portable):
         return (ATTENTION_ROWS,)
 
 
-def _scored(work: Work) -> bool:
+def is_scored(work: Work) -> bool:
     """Whether gradients of logits are asked for: of queries or keys."""
     return work.task.results != ("value",)
 

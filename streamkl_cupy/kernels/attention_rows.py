@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..ops.interface import Task
 from ..problem import Problem
-from .base import ELEMENT_CODES, KernelPlan
+from .base import ELEMENT_BYTES, ELEMENT_CODES, KernelPlan
 from .gpus import DeviceFacts
-from .structs import ATTENTION_ROWS, attention_args_of
+from .structs import ATTENTION_ROWS, Regions, attention_args_of, attention_copy
 from .work_tiles import Schedule
 
 THREADS = 128
@@ -15,12 +17,18 @@ LANES = 16
 """Threads that have a row together."""
 
 
-def rows_bytes(problem: Problem) -> int:
-    """Of the workspace for them."""
-    return ATTENTION_ROWS.bytes(problem.batch * problem.heads * problem.queries)
+def rows_bytes(problem: Problem, gradients: Iterable[KernelPlan]) -> int:
+    """Of the workspace for them, and for a copy of the upstream gradient where one of the kernels reads that."""
+    return sum(x.bytes(problem.batch * problem.heads * problem.queries) for x in _regions(problem, gradients))
 
 
-def plan(problem: Problem, side: str, facts: DeviceFacts) -> KernelPlan:
+def _regions(problem: Problem, gradients: Iterable[KernelPlan]) -> tuple[Regions, ...]:
+    copied = any(box.name == "grad" for kernel in gradients for box in kernel.boxes)
+    value = problem.operand("value")
+    return (ATTENTION_ROWS, attention_copy(value.dim * ELEMENT_BYTES[value.dtype])) if copied else (ATTENTION_ROWS,)
+
+
+def plan(problem: Problem, side: str, facts: DeviceFacts, gradients: Iterable[KernelPlan]) -> KernelPlan:
     """The kernel for all gradients, `LANES` threads to a row."""
     value = problem.operand("value")
     constants: dict[str, int | float | str] = {
@@ -38,7 +46,7 @@ def plan(problem: Problem, side: str, facts: DeviceFacts) -> KernelPlan:
         constants=tuple(sorted(constants.items())),
         slots=(),
         args=attention_args_of().rows,
-        regions=(ATTENTION_ROWS,),
+        regions=_regions(problem, gradients),
         blocks=-(-problem.batch * problem.heads * problem.queries * LANES // THREADS),
         threads=THREADS,
         schedule=Schedule(),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..ops.interface import Task
 from ..problem import Problem
 from ..rules import divergences
@@ -16,14 +18,14 @@ VECTORS = 4
 """Upstream gradient, both log-sum-exps and a number."""
 
 
-def rows_bytes(problem: Problem) -> int:
+def rows_bytes(problem: Problem, gradients: Iterable[KernelPlan]) -> int:
     """Of the workspace for one side; 0 where gradients read what the forward saved as it is."""
     if not divergences.of(problem).moments:
         return 0
     return -(-VECTORS * 4 * problem.batch * problem.heads * problem.queries // 128) * 128
 
 
-def plan(problem: Problem, side: str, facts: DeviceFacts) -> KernelPlan:
+def plan(problem: Problem, side: str, facts: DeviceFacts, gradients: Iterable[KernelPlan]) -> KernelPlan:
     """The kernel for the gradients of a side, a thread to a row."""
     entry = divergences.of(problem)
     constants = {"SKL_THREADS": THREADS, "SKL_GRAD_SIDE": problem.operation.sides.index(side), **entry.constants}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
-from ..ops import ATTENTION_KL, SPARSE_ATTENTION, Op
+from ..ops import ATTENTION_KL, SPARSE_ATTENTION
 from ..rules.masks import most_words
 
 # C spelling and code of `struct`. `u64` is what a call fills in: addresses, and the words of tensor maps.
@@ -361,8 +361,8 @@ def args_of(teacher: Names = ("scale",), student: Names = ("scale",)) -> Args:
     )
 
 
-def _with_maps(name: str, base: str, args: Struct, op: Op = ATTENTION_KL) -> Struct:
-    return Struct(name, (*(Field(x, TENSOR_MAP) for x in op.names), Field(base, args)))
+def _with_maps(name: str, base: str, args: Struct, inputs: Names = ATTENTION_KL.names) -> Struct:
+    return Struct(name, (*(Field(x, TENSOR_MAP) for x in inputs), Field(base, args)))
 
 
 class AttentionArgs(NamedTuple):
@@ -372,6 +372,7 @@ class AttentionArgs(NamedTuple):
     gradient: Struct
     rows: Struct
     hopper_forward: Struct
+    hopper_gradient: Struct
 
 
 @lru_cache
@@ -415,10 +416,17 @@ def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
             Field("heads", "int"),
             Field("queries", "int"),
             Field("workspace", "u64"),
+            Field("copy", "u64", "of the upstream gradient, compact; 0: none is wanted"),
         ),
     )
-    hopper = _with_maps("HopperAttentionArgs", "base", forward, SPARSE_ATTENTION)
-    return AttentionArgs(forward, gradient, rows, hopper)
+    names = SPARSE_ATTENTION.names
+    return AttentionArgs(
+        forward,
+        gradient,
+        rows,
+        _with_maps("HopperAttentionArgs", "base", forward, names),
+        _with_maps("HopperAttentionGradientArgs", "base", gradient, (*names, "grad")),
+    )
 
 
 ARGS: Final[dict[str, Callable[..., Any]]] = {
@@ -460,6 +468,11 @@ ATTENTION_ROWS = Regions(
     line=LINE,
 )
 """What gradients of attention read of each row."""
+
+
+def attention_copy(row_bytes: int) -> Regions:
+    """A compact copy of the upstream gradient; an entry is a row."""
+    return Regions("AttentionCopy", (Region("grad", "u32", -(-row_bytes // 4)),), line=LINE)
 
 
 def partials(warps: int, rows: int, out_dim: int) -> Regions:
