@@ -1,6 +1,7 @@
 // Attention, forward, on Hopper: the mathematics of attention_sm80.cu with asynchronous copies and warpgroup products.
 //
-//   block     kRows = kGroups x 64 query rows of one head, resident in shared memory
+//   block     kRows = kGroups x 64 query rows of one head, or of several that read the same keys (tile/packed_rows.cuh),
+//             resident in shared memory
 //   producer  one thread; streams tiles of kColumns keys and of their values through a ring of kRing pieces, in turns
 //   consumers kGroups warpgroups, 64 rows each: S (64 x kColumns) and O in registers; the products P V of one tile and
 //             Q K^T of the next are one batch, during which the other warpgroups compute
@@ -20,6 +21,7 @@
 #include "pipeline/ring.cuh"
 #include "ptx/registers.cuh"
 #include "tile/fragment.cuh"
+#include "tile/packed_rows.cuh"
 #include "tile/schedule.cuh"
 #include "tile/swizzled.cuh"
 #include "@mask"
@@ -68,7 +70,13 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     extern __shared__ unsigned char shared[];
     const AttentionArgs& args = all.base;
     const Extents& n = args.n;
-    Block block = block_of(blockIdx.x, n, n.heads, n.batch * n.heads, !Mask::kListed);
+    const int together = kPacked ? n.group : 1, packs = n.heads / together;
+    Block block = block_of(blockIdx.x, n, packs, n.batch * packs, !Mask::kListed);
+    const int end_head = (block.head + 1) * together;
+    if constexpr (kPacked) {  // a tile has all queries of its heads
+        block.head = block.head * together + block.tile * kTileHeads;
+        block.tile = 0;
+    }
     const Segment segment = Mask::locate(n, block.head, block);
     const Mask mask(n, segment, block.batch, block.head);
     const int first_row = block.tile * kRows, end_row = min(first_row + kRows, segment.queries);
@@ -118,8 +126,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
     const int lane = lane_id();
-    const int group_row = first_row + 64 * group, group_end = min(group_row + 64, segment.queries);
-    const int row = group_row + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane);
+    const int strip = 16 * ((threadIdx.x / 32) & 3);
+    const bool idle = block.head + packed_head(64 * group) >= end_head;
+    const int group_row = idle ? segment.queries : first_row + packed_query(64 * group);
+    const int group_end = min(group_row + 64, segment.queries);
+    const int row = (kPacked ? packed_query(64 * group + strip) : group_row + strip) + Accumulators::first_row(lane);
     const Range mine = group_row < segment.queries ? mask.keys_of(group_row, group_end) : Range{0, 0};
     SoftmaxRow<E> state[kLaneRows];
 #pragma unroll
@@ -203,6 +214,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             multiply_rows<Keys, kRows, Keys::kChunks>(x[0], queries, piece(keys_ring, at.slot), 0);
             wgmma_commit();
         }
+    }
+    if constexpr (kPacked) {
+        block.head += packed_head(64 * group + strip);
+        if (block.head >= end_head) return;
     }
     write_rows<OutTile>(args, block, segment, state, out, row);
 }

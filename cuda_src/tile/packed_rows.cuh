@@ -18,7 +18,8 @@ enum : int { kTileHeads = kPacked ? (kRowsAreQueries ? kRows : kColumns) / (kPac
 static_assert(!kPacked || (kPackedRows % 16 == 0 && 64 % kPackedRows == 0), "plan: a head's rows of a packed tile");
 
 // How many heads, one after the other, read the same keys of both sides; one, where they are not packed.
-__device__ inline int heads_together(const Extents& n) {
+template <class X>
+__device__ inline int heads_together(const X& n) {
     if constexpr (!kPacked) return 1;
     int a = n.teacher_group, b = n.student_group;
     while (b > 0) {

@@ -10,12 +10,14 @@ producer needs few.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..problem import MaskSpec
 from .base import TileRow, Work
 from .combine import splits_of_last_rows
-from .sm90 import ALIGNMENT, Hopper, chunks
+from .sm90 import ALIGNMENT, Hopper, chunks, packed_rows
 from .structs import Regions, attention_states
+from .work_tiles import same_lists
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class _Row(TileRow):
     """Of a consumer's thread, and of the producer's."""
 
 
+LEAST_ROWS = 64
+"""Of a tile."""
 MOST_COLUMNS = 128
 """Of values: of those, one product."""
 
@@ -57,16 +61,30 @@ class _Attention(Hopper[_Row]):
         consumer, producer = tile.registers
         return {
             **super().constants(work, tile),
+            "SKL_PACKED_ROWS": work.packed_rows,
             "SKL_MIN_BLOCKS": tile.min_blocks,
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
         }
+
+    def packed(self, work: Work) -> Work:
+        return replace(work, packed_rows=_packed_rows(work))
 
     def most_splits(self, work: Work, tile: _Row) -> int:
         return splits_of_last_rows(work.problem, tile.rows, tile.columns)
 
     def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
         return (attention_states(work.out_dim),)
+
+
+def _packed_rows(work: Work) -> int:
+    """As `packed_rows` has it; with a pattern, where the heads that read the same keys have one list, and lie in one
+    tile."""
+    pattern = work.problem.mask.pattern
+    if pattern is None:
+        return packed_rows(work)
+    rows = packed_rows(replace(work, problem=replace(work.problem, mask=MaskSpec())))
+    return rows if rows * work.sharing_heads <= LEAST_ROWS and same_lists(pattern, work.sharing_heads) else 0
 
 
 KERNEL = _Attention()

@@ -509,6 +509,8 @@ class Kernel(ABC, Generic[Row]):
             head_group=min(self.head_group(work, min(together, work.pairs)), max(work.pairs, 1)),
             group=group,
             longest=longest,
+            packed_rows=work.packed_rows,
+            heads_together=work.heads_together,
         )
         return _with_slots(schedule, slots, work, tile)
 

@@ -105,6 +105,21 @@ def survey(pattern: BlockPattern, rows: int, columns: int, by_keys: bool, group:
     return Lists(of_groups(lengths, np.add), of_groups(first, np.minimum), of_groups(stop, np.maximum))
 
 
+def same_lists(pattern: BlockPattern, group: int) -> bool:
+    """Whether `group` neighbouring heads read the same blocks, for all such groups."""
+    if pattern.heads == 1:
+        return True
+    offsets, blocks = pattern.row_offsets, pattern.key_blocks
+    counts = np.diff(offsets, axis=1)
+    for first in range(0, pattern.heads, group):
+        mine = blocks[offsets[first, 0] : offsets[first, -1]]
+        for head in range(first + 1, first + group):
+            theirs = blocks[offsets[head, 0] : offsets[head, -1]]
+            if not (np.array_equal(counts[first], counts[head]) and np.array_equal(mine, theirs)):
+                return False
+    return True
+
+
 def balance(lists: Lists, pairs: int, multiprocessors: int, sharing: bool) -> tuple[int, int]:
     """How many tiles one block takes at most, about, 0 for any number; and how many heads run side by side.
 
