@@ -10,6 +10,11 @@ constexpr int kStages = SKL_STAGES;         // streamed tiles in flight
 constexpr int kThreads = kWarps * 32;
 constexpr bool kRowsAreQueries = SKL_ROWS_ARE_QUERIES;  // or the queries are streamed past stationary keys
 
-static_assert(kRows == kWarps * kWarpTiles * 16, "plan: rows must be warps x warp_tiles x 16");
+#ifndef SKL_TURNS
+#define SKL_TURNS 0
+#endif
+enum : bool { kTurns = SKL_TURNS };  // whether all warpgroups have the same rows, and take streamed tiles in turns
+
+static_assert(kRows == (kTurns ? 4 : kWarps) * kWarpTiles * 16, "plan: rows must be warps x warp_tiles x 16");
 static_assert(kColumns % 16 == 0, "plan: columns must be a multiple of 16, the depth of one matrix product");
 static_assert(kStages >= 1, "plan: stages");

@@ -6,7 +6,9 @@
 //   producer  one warp; streams tiles of kColumns rows of both other operands through a ring of kStages stages; where
 //             these are queries, their statistics too
 //   consumers kGroups warpgroups, 64 rows each: S and G V^T, or these transposed, in registers, where they become P and
-//             X, and operands A of the products with the very tiles that they came from, read transposed
+//             X, and operands A of the products with the very tiles that they came from, read transposed; with kTurns
+//             all of them have the same 64 rows, take the tiles in turns and add up what they have at the end: of a
+//             pattern's lists other rows would have other ones
 //
 //   barrier   arrivals                         waited for by
 //   rows      1 (+ bytes)                      consumers, once
@@ -38,6 +40,7 @@ constexpr int kVectorBytes = 4 * kVectors * kColumns;
 constexpr int kBarrierBytes = 8 * (2 * kStages + 1);
 
 static_assert(kWarpTiles == 1, "plan: a consumer warpgroup has 64 rows");
+static_assert(!kTurns || kGroups == 2, "plan: two warpgroups take turns");
 static_assert(kColumns % 32 == 0, "plan: a lane of the producer has as many queries of a tile as any other");
 static_assert(1024 + kRowBytes + kStages * (kStageBytes + kVectorBytes) + kBarrierBytes == SKL_SMEM_BYTES,
               "plan: smem_bytes");
@@ -70,6 +73,55 @@ __device__ inline void multiply_out(float (&out)[TILES][4], const StripA<KeyTile
             wgmma<Side::kHalf, 1>(reinterpret_cast<float (&)[rest][4]>(out[TILES - rest]), a[k][0].r[0],
                                   rows + ((TILES - rest) / 8 * kColumns * 128 >> 4), 1);
     }
+}
+
+// What a thread of the second warpgroup leaves for the one of the first that has the same elements.
+constexpr int kSums = 4 * ((kScored ? kOutTiles : 0) + (kValues ? kValueTiles : 0)) + kLaneRows;
+static_assert(!kTurns || kStages * kStageBytes >= 4 * 128 * kSums, "plan: stages hold the sums of a warpgroup");
+
+// Adds up the sums of both warpgroups, in the memory of the stages, which all are done with then. True for the one that
+// has the total.
+__device__ inline bool add_up(u32 memory, Strip<kOutTiles>& out, Strip<kValueTiles>& out_values,
+                              int (&exponent)[kLaneRows], int group) {
+    float* const place = reinterpret_cast<float*>(__cvta_shared_to_generic(memory)) + (threadIdx.x & 127);
+    float* at = place;
+    const auto each = [&out, &out_values, &at](auto&& one) {
+        if constexpr (kScored) {
+#pragma unroll
+            for (int d = 0; d < kOutTiles; ++d)
+#pragma unroll
+                for (int e = 0; e < 4; ++e, at += 128) one(out[0][d][e], Accumulators::row(e), true);
+        }
+        if constexpr (kValues) {
+#pragma unroll
+            for (int d = 0; d < kValueTiles; ++d)
+#pragma unroll
+                for (int e = 0; e < 4; ++e, at += 128) one(out_values[0][d][e], Accumulators::row(e), false);
+        }
+    };
+    barrier_sync(kTurn, kThreads);
+    if (group == 1) {
+        each([&at](float& x, int, bool) { *at = x; });
+#pragma unroll
+        for (int i = 0; i < kLaneRows; ++i) at[128 * i] = __int_as_float(exponent[i]);
+    }
+    barrier_sync(kTurn, kThreads);
+    if (group == 1) return false;
+    float mine[kLaneRows], theirs[kLaneRows];
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+        mine[i] = theirs[i] = 1.f;
+        if constexpr (E::kNarrowExponent && kScored) {
+            const int other = __float_as_int(place[128 * (kSums - kLaneRows + i)]), least = min(exponent[i], other);
+            mine[i] = power_of_two(max(least - exponent[i], -126));
+            theirs[i] = power_of_two(max(least - other, -126));
+            exponent[i] = least;
+        }
+    }
+    each([&at, &mine, &theirs](float& x, int row, bool scaled) {
+        x = scaled ? fmaf(*at, theirs[row], x * mine[row]) : x + *at;
+    });
+    return true;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
@@ -165,7 +217,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
     const int lane = lane_id();
-    const int group_row = first_row + 64 * group, group_end = min(group_row + 64, row_count);
+    const int rows_of = kTurns ? 0 : group;  // which 64 of the block's
+    const int group_row = first_row + 64 * rows_of, group_end = min(group_row + 64, row_count);
     const int row = group_row + 16 * ((threadIdx.x / 32) & 3) + Accumulators::first_row(lane);
     Strip<kOutTiles> out;
     Strip<kValueTiles> out_values;
@@ -180,33 +233,38 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             stats[i] = RowVectors(args, block.batch, first_head, segment).read(row + below_first(i), segment.queries);
     }
 
-    const u64 rows_scored = swizzled_descriptor(lay.scored_rows() + group * 64 * 128),
-              rows_valued = swizzled_descriptor(lay.valued_rows() + group * 64 * 128);
+    const u64 rows_scored = swizzled_descriptor(lay.scored_rows() + rows_of * 64 * 128),
+              rows_valued = swizzled_descriptor(lay.valued_rows() + rows_of * 64 * 128);
     const u64 scored = swizzled_descriptor(lay.scored(0)), valued = swizzled_descriptor(lay.valued(0));
     const u64 scored_out = swizzled_descriptor(lay.scored(0), kColumns * 128),
               valued_out = swizzled_descriptor(lay.valued(0), kColumns * 128);
     const auto stage = [](u64 first, int slot) { return first + static_cast<u64>(slot * (kStageBytes >> 4)); };
     mbarrier_wait(lay.rows_here(), 0);
+    int turn = 0;
 
 #pragma unroll 1
     for (int head = first_head; head < end_head; ++head) {
         const Mask mask(n, segment, block.batch, head);
-        const Range columns = columns_of(mask);
         Range mine{0, 0};
         if (group_row < row_count)
             mine = kRowsAreQueries ? mask.keys_of(group_row, group_end) : mask.queries_of(group_row, group_end);
-        for (Cursor<Mask> walk(mask, rows, mask.steps_of(first_row, covering(columns, kColumns))); walk.more();
+        for (Cursor<Mask> walk(mask, rows, mask.steps_of(first_row, covering(columns_of(mask), kColumns))); walk.more();
              walk.next()) {
             const int slot = at.slot, first = walk.row();
             warp_wait(lay.full(slot), at.parity);  // or two arrivals could fall into one phase
             at.advance();
-            if (first >= mine.end || first + kColumns <= mine.begin ||
-                ((Mask::kListed || Mask::kHoles) && !walk.any_visible(group_row, group_end))) {
+            // The cursor stops at what any of the block's rows see, which are all of its own where there are turns.
+            bool passed = turn++ % kGroups != group;
+            if constexpr (!kTurns)
+                passed = first >= mine.end || first + kColumns <= mine.begin ||
+                         ((Mask::kListed || Mask::kHoles) && !walk.any_visible(group_row, group_end));
+            if (passed) {
                 warp_arrive(lay.empty(slot));
                 continue;
             }
             const bool full = walk.full(group_row, group_end);
-            if (!full) clear_unseen<Scored, kColumns>(lay.scored(slot), walk, columns, kWarpgroup + group);
+            if (!full)
+                clear_unseen<Scored, kColumns>(lay.scored(slot), walk, columns_of(walk.mask), kWarpgroup + group);
             Strip<kTiles> t, d;
             wgmma_fence();
             multiply_rows<Scored, kRows, Scored::kChunks>(t[0], rows_scored, stage(scored, slot), 0);
@@ -235,6 +293,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             if constexpr (kScored) fence_accumulators(out[0]);
             warp_arrive(lay.empty(slot));
         }
+    }
+    if constexpr (kTurns) {
+        if (!add_up(lay.scored(0), out, out_values, exponent, group)) return;
     }
     write_gradients(args, out, out_values, exponent, row);
 }

@@ -13,7 +13,7 @@ as many of each output as that has columns; the producer needs few.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .attention_gradient_sm80 import is_scored
 from .base import Box, TileRow, Work
@@ -25,6 +25,12 @@ from .structs import ATTENTION_ROWS, Regions
 class _Row(TileRow):
     registers: tuple[int, int] = (232, 40)
     """Of a consumer's thread, and of the producer's."""
+    turns: bool = False
+    """All warpgroups have the same 64 rows, and take the streamed tiles in turns."""
+
+    @property
+    def rows(self) -> int:
+        return 64 if self.turns else super().rows
 
 
 MOST_BESIDE_BOTH = 2
@@ -38,8 +44,12 @@ _QUERIES = (
 )
 _KEYS = (
     _Row(8, 1, COLUMNS, 4, 1, 128, "two warpgroups, whose registers hold two outputs", max_out=128),
-    _Row(4, 1, COLUMNS, 4, 1, 128, "few rows in all", registers=(240, 56), max_out=128),
+    _Row(8, 1, COLUMNS, 5, 1, 128, "few rows in all", max_out=128, turns=True),
 )
+_LISTED_KEYS = (
+    _Row(8, 1, COLUMNS, 5, 1, 128, "neighbouring blocks of a pattern have other lists", max_out=128, turns=True),
+)
+_LISTED_BOTH = (replace(_LISTED_KEYS[0], registers=(240, 24)),)
 
 
 class _Gradient(Hopper[_Row]):
@@ -47,7 +57,11 @@ class _Gradient(Hopper[_Row]):
     args = "hopper_gradient"
 
     def table(self, work: Work) -> tuple[_Row, ...]:
-        return _KEYS if work.rows_are_keys else _QUERIES
+        if not work.rows_are_keys:
+            return _QUERIES
+        if work.problem.mask.blocks is None:
+            return _KEYS
+        return _LISTED_BOTH if len(work.task.outputs) > 1 else _LISTED_KEYS
 
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         scored, valued = chunks(work.side.dim), chunks(work.problem.operand("value").dim)
@@ -71,6 +85,7 @@ class _Gradient(Hopper[_Row]):
             **super().constants(work, tile),
             "SKL_GRADIENT_OF_SCORES": int(is_scored(work)),
             "SKL_GRADIENT_OF_VALUES": int("value" in work.task.results),
+            "SKL_TURNS": int(tile.turns),
             "SKL_MIN_BLOCKS": tile.min_blocks,
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
