@@ -122,6 +122,7 @@ LOOKED_UP = frozenset(
             "advice.signatures",
             "api",
             "arrays",
+            "autodiff.torch",
             "call",
             "concurrency.locks",
             "launch",
