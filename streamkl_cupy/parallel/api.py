@@ -1,0 +1,240 @@
+"""The public functions of sharded calls.
+
+Each parses its call, has the ranks agree on a job, and runs a strategy; what becomes of the rows is the same for all.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..api import attention_kl_forward as plain_forward
+from ..arguments import choice
+from ..ops import ATTENTION_KL
+from ..options import REDUCTIONS
+from ..results import KLForward, KLForwardRows, KLGradients
+from ..rules import reductions
+from ..validate import wanted
+from .engine import Explicit
+from .groups import ranks_of
+from .library import library_of
+from .setup import STATE_DIVERGENCES, Asked, job_of, plain
+from .states import KLState, state_of_rows
+from .strategies import TABLE, Job
+
+
+def attention_kl(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    group: Any = None,
+    strategy: str = "auto",
+    ownership: Any = "zigzag",
+    head_groups: int | None = None,
+    keep_gathered: bool = True,
+    row_weight: Any = None,
+    reduction: str = "none",
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """`streamkl_cupy.attention_kl` of a sequence that several ranks hold, called by all of them with their shards.
+
+    Gradients follow the sum convention: with one loss on every rank, which `reduction` makes of all rows, each rank's
+    gradients are those of its own shards. Nothing is to be divided or multiplied by the number of ranks; a trainer that
+    averages gradients over these ranks must multiply by it.
+
+    Args:
+        teacher_q: This rank's query rows, otherwise as in `streamkl_cupy.attention_kl`.
+        teacher_k: This rank's keys. All four have the positions that `ownership` says, in its order.
+        student_q: Likewise.
+        student_k: Likewise.
+        group: Who the ranks are. With PyTorch a process group, a dimension of a DeviceMesh, or None for all processes;
+            a rank of `LocalWorld` with any library.
+        strategy: "all_gather": keys are gathered, each rank has its own rows. "a2a": everything is exchanged for whole
+            heads and back; as many ranks as divide the key heads. "all_gather_queries": queries are gathered, each rank
+            has its own keys, and states of rows merge. "p2p": keys go around a ring, and states merge. "auto" is
+            "all_gather".
+        ownership: "zigzag": of 2p chunks rank r has chunks r and 2p - 1 - r, so causal work is even; "contiguous": of p
+            chunks rank r has chunk r. Or an `Ownership`, or the positions of every rank.
+        head_groups: In how many steps keys are gathered, by heads, so that one step is on its way while another is
+            computed. Default 1.
+        keep_gathered: Keep what was gathered for the backward; else it is gathered again.
+        row_weight: Of this rank's rows.
+        reduction: "none" for this rank's rows; "sum" and "mean" are of the rows of all ranks, equal on every rank.
+        return_lse: Also return both log-sum-exps of this rank's rows, over all keys.
+        **options: Those of `streamkl_cupy.attention_kl`, the same on every rank. Masks, offsets, windows, lengths and
+            patterns are in positions of the whole sequence.
+
+    Returns:
+        As `streamkl_cupy.attention_kl`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as there, on every rank.
+        RuntimeError: another rank could not call.
+    """
+    kept = _outside_programs(attention_kl)
+    if kept is not None:
+        return kept(
+            teacher_q,
+            teacher_k,
+            student_q,
+            student_k,
+            group=group,
+            strategy=strategy,
+            ownership=ownership,
+            head_groups=head_groups,
+            keep_gathered=keep_gathered,
+            row_weight=row_weight,
+            reduction=reduction,
+            return_lse=return_lse,
+            **options,
+        )
+    choice("reduction", reduction, REDUCTIONS)
+    inputs = (teacher_q, teacher_k, student_q, student_k)
+    call, library = plain("attention_kl", options), library_of("student_q", student_q)
+    ranks = ranks_of(group, library)
+    if library == "torch":
+        from . import torch as door
+
+        job = job_of(ranks, Explicit(), inputs, call, Asked(strategy, ownership, head_groups, door.wanted(inputs)))
+        kl, teacher_lse, student_lse = door.rows(job, inputs, keep_gathered)
+        add: Callable[[Any], Any] = functools.partial(door.total, ranks)
+    else:
+        job = job_of(ranks, Explicit(), inputs, call, Asked(strategy, ownership, head_groups))
+        found, _ = TABLE[job.strategy].forward(job, inputs)
+        kl, teacher_lse, student_lse = found[:3]
+        add = ranks.all_reduce
+    value = reduced(job, kl, teacher_lse, row_weight, reduction, add)
+    return KLForward(value, teacher_lse, student_lse) if return_lse else value
+
+
+def attention_kl_forward(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    group: Any = None,
+    strategy: str = "auto",
+    ownership: Any = "zigzag",
+    head_groups: int | None = None,
+    **options: Any,
+) -> Any:
+    """`streamkl_cupy.attention_kl_forward` of this rank's rows over the keys of all ranks, outside every autograd.
+
+    Args:
+        teacher_q: As in `streamkl_cupy.parallel.attention_kl`, as is all else.
+        teacher_k: Likewise.
+        student_q: Likewise.
+        student_k: Likewise.
+        group: Likewise.
+        strategy: Likewise.
+        ownership: Likewise.
+        head_groups: Likewise.
+        **options: Likewise.
+
+    Returns:
+        As `streamkl_cupy.attention_kl_forward`, of this rank's rows.
+    """
+    inputs = (teacher_q, teacher_k, student_q, student_k)
+    call = plain("attention_kl_forward", options)
+    ranks = ranks_of(group, library_of("student_q", student_q))
+    job = job_of(ranks, Explicit(), inputs, call, Asked(strategy, ownership, head_groups))
+    rows, _ = TABLE[job.strategy].forward(job, inputs)
+    return rows if rows.moments is not None else KLForward(*rows[:3])
+
+
+def attention_kl_backward(
+    grad: Any,
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    saved: Any,
+    wrt: Any = ("student_q", "student_k"),
+    group: Any = None,
+    strategy: str = "auto",
+    ownership: Any = "zigzag",
+    head_groups: int | None = None,
+    **options: Any,
+) -> KLGradients[Any]:
+    """`streamkl_cupy.attention_kl_backward` of this rank's shards, outside every autograd.
+
+    Args:
+        grad: Derivative of the loss by this rank's rows. A rank whose rows count for nothing gives zeros: its keys may
+            count for others.
+        teacher_q: As in `streamkl_cupy.parallel.attention_kl`, as is all else.
+        teacher_k: Likewise.
+        student_q: Likewise.
+        student_k: Likewise.
+        saved: What `streamkl_cupy.parallel.attention_kl_forward` returned on this rank.
+        wrt: Names of the inputs to differentiate by, the same on every rank.
+        group: Likewise.
+        strategy: Likewise.
+        ownership: Likewise.
+        head_groups: Likewise.
+        **options: Likewise.
+
+    Returns:
+        `KLGradients` of this rank's shards, None where `wrt` does not ask.
+    """
+    inputs = (teacher_q, teacher_k, student_q, student_k)
+    call, wrt = plain("attention_kl_backward", options), wanted(ATTENTION_KL, wrt)
+    ranks = ranks_of(group, library_of("student_q", student_q))
+    job = job_of(ranks, Explicit(), inputs, call, Asked(strategy, ownership, head_groups, wrt))
+    rows = KLForwardRows(saved.kl, saved.teacher_lse, saved.student_lse, moments=getattr(saved, "moments", None))
+    return KLGradients(*TABLE[job.strategy].backward(job, grad, inputs, rows, None, wrt))
+
+
+def attention_kl_state(teacher_q: Any, teacher_k: Any, student_q: Any, student_k: Any, **options: Any) -> KLState:
+    """What these keys contribute to each row, as a state that merges with those of other keys.
+
+    For any other transport: `finish_kl_state(merge_kl_states(*states))` of states over disjoint keys is what
+    `attention_kl_forward` gives over all of them.
+
+    Args:
+        teacher_q: As in `streamkl_cupy.attention_kl_forward`, as is all else.
+        teacher_k: Some of the keys.
+        student_q: Likewise.
+        student_k: Likewise.
+        **options: Likewise; offsets and masks are those of these keys. `divergence` is "kl".
+
+    Returns:
+        `KLState`.
+    """
+    divergence = options.get("divergence", "kl")
+    if divergence not in STATE_DIVERGENCES:
+        raise NotImplementedError(
+            f"divergence={divergence!r} has no states that merge; built are those of {', '.join(STATE_DIVERGENCES)}"
+        )
+    return state_of_rows(plain_forward(teacher_q, teacher_k, student_q, student_k, **options))
+
+
+def reduced(job: Job, kl: Any, lse: Any, weight: Any, reduction: str, add: Callable[[Any], Any]) -> Any:
+    """Rows of all ranks reduced; `add` is the sum over ranks."""
+    xp = job.library.xp
+    if reduction == "none" or job.ranks.size == 1:
+        return reductions.reduce_rows(xp, kl, lse, weight, reduction)
+    total = reductions.reduce_rows(xp, kl, lse, weight, "sum")
+    if reduction == "sum":
+        return add(total)
+    # Of rows without a key the weight is 0, whatever it holds, and that of a row without weight 1.
+    one = xp.ones_like(kl)
+    mass = reductions.reduce_rows(xp, one, lse, one if weight is None else weight, "sum")
+    value, mass = add(xp.stack([total, mass]))
+    return xp.where(mass == 0, 0.0, value / xp.where(mass == 0, 1.0, mass))
+
+
+def _outside_programs(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What calls the function outside of a program that torch compiles, which is interrupted there."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    if compiler is None or not compiler.is_compiling():
+        return None
+    from ..torch import outside_programs
+
+    return lambda *args, **kwargs: outside_programs(function, *args, **kwargs)

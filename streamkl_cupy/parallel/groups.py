@@ -1,0 +1,21 @@
+"""Whatever is handed in as a group, as `Ranks`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arguments import a_kind_of
+from .ranks import LocalRank, Ranks
+
+
+def ranks_of(group: Any, library: str) -> Ranks:
+    """The ranks of a process group, a mesh dimension, a communicator or a `LocalWorld`."""
+    if isinstance(group, LocalRank):
+        return group
+    if library == "torch":
+        from .torch import ranks_of_torch
+
+        return ranks_of_torch(group)
+    raise TypeError(
+        f"group is {a_kind_of(group)} beside {library} arrays; allowed is a rank of streamkl_cupy.parallel.LocalWorld"
+    )

@@ -1,0 +1,253 @@
+"""From what a rank is called with to the job that all ranks agree on.
+
+Ranks compare what they were called with in one small collective, before any that carries data, so that a mistake is an
+error on all of them and nobody waits for ever. What they agreed on is kept: a call like one before compares nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from .. import call as calls
+from ..arguments import choice, integer, listed
+from ..frameworks import describe
+from ..ops import ATTENTION_KL
+from ..options import MASK_ARRAYS, SHARED, Options, parse
+from .blocks import Whole
+from .engine import KEYS, NAMES, QUERIES, Engine
+from .library import Library, library_of
+from .ranks import Ranks
+from .shards import OWNERSHIPS, Ownership, Runs, check_owned, length, owned
+from .strategies import MERGING, STRATEGIES, Axes, Job
+
+STATE_DIVERGENCES = ("kl",)
+"""Those whose states of rows merge."""
+LIMIT = 256
+_POSITIONAL = ("causal", "q_offset", "window", "block_mask")
+_COMPARED = ("shapes and dtypes", "options", "masks", "strategy", "ownership", "gradients")
+
+
+class Asked(NamedTuple):
+    """How a call is to be shared out."""
+
+    strategy: str = "auto"
+    ownership: Any = "zigzag"
+    head_groups: int | None = None
+    wrt: tuple[str, ...] = ()
+
+
+class Plain(NamedTuple):
+    """A call as the plain operation has it, its options checked."""
+
+    options: Options
+    masks: Mapping[str, Any]
+    given: Mapping[str, Any]
+
+
+class _Agreed(NamedTuple):
+    rows: tuple[Runs, ...]
+    keys: tuple[Runs, ...]
+    strategy: str
+    groups: int
+
+
+_agreed: dict[Any, _Agreed] = {}
+
+
+def plain(function: str, given: Mapping[str, Any]) -> Plain:
+    """Options that were given by name, without those that only say how to share out."""
+    for name in given:
+        if name not in SHARED:
+            raise TypeError(
+                f"{function}() has no option {name!r}; there are those of streamkl_cupy.attention_kl, and group, "
+                f"axis_name, strategy, ownership, head_groups"
+            )
+    options, _ = parse(given)
+    masks = {name: given[name] for name in MASK_ARRAYS if given.get(name) is not None}
+    others = {name: x for name, x in given.items() if name not in MASK_ARRAYS and name not in _POSITIONAL}
+    return Plain(options, masks, others)
+
+
+def job_of(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked) -> Job:
+    """What to do, the same on every rank; or the error that says on every rank why not."""
+    trouble: Exception | None = None
+    numbers = [0] * (3 + len(_COMPARED))
+    key: Any = None
+    try:
+        axes = _axes(inputs, call)
+        ranks.check(inputs[2])
+        compared = _compared(inputs, axes, call, asked)
+        local = tuple(inputs[i].shape[axes.rows] for i in (QUERIES[0], KEYS[0]))
+        key = (ranks.key, local, compared)
+        if key in _agreed:
+            return _job(ranks, engine, inputs, call, axes, _agreed[key])
+        numbers = [1, *local, *map(_digest, compared)]
+    except Exception as error:
+        trouble = error
+    table = ranks.exchange(numbers, inputs[2])
+    if trouble is not None:
+        raise trouble
+    refusing = [rank for rank, row in enumerate(table) if not row[0]]
+    if refusing:
+        raise RuntimeError(
+            f"rank {ranks.rank} could call, but {listed([f'rank {r}' for r in refusing])} could not: the error is there"
+        )
+    for at, what in enumerate(_COMPARED, start=3):
+        others = [rank for rank, row in enumerate(table) if row[at] != table[0][at]]
+        if others:
+            mine = compared[at - 3]
+            raise ValueError(
+                f"{what} differ between rank 0 and {listed([f'rank {r}' for r in others])}; all ranks of a group call "
+                f"with the same. Here, on rank {ranks.rank}: {mine}"
+            )
+    rows, keys = _owners(asked.ownership, [row[1] for row in table], [row[2] for row in table])
+    _check_whole(inputs, axes, call, (rows, keys), ranks.rank)
+    agreed = _Agreed(rows, keys, *_chosen(ranks, inputs, axes, call, asked))
+    while len(_agreed) >= LIMIT:
+        _agreed.pop(next(iter(_agreed)), None)
+    _agreed[key] = agreed
+    return _job(ranks, engine, inputs, call, axes, agreed)
+
+
+def job_without_exchange(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked) -> Job:
+    """The same where all ranks run one program, so that shapes and options are equal."""
+    axes = _axes(inputs, call)
+    rows, keys = (inputs[i].shape[axes.rows] for i in (QUERIES[0], KEYS[0]))
+    owners = _owners(asked.ownership, [rows] * ranks.size, [keys] * ranks.size)
+    _check_whole(inputs, axes, call, owners, 0)
+    return _job(ranks, engine, inputs, call, axes, _Agreed(*owners, *_chosen(ranks, inputs, axes, call, asked)))
+
+
+def _job(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, axes: Axes, agreed: _Agreed) -> Job:
+    rows, keys = (sum(map(length, x)) for x in (agreed.rows, agreed.keys))
+    whole = Whole(rows, keys, call.options, call.masks, call.given).read()
+    library = Library(library_of("student_q", inputs[2]))
+    return Job(ranks, engine, library, whole, agreed.rows, agreed.keys, axes, agreed.strategy, agreed.groups)
+
+
+def _digest(x: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(x).encode(), digest_size=6).digest(), "little")
+
+
+def _axes(inputs: Sequence[Any], call: Plain) -> Axes:
+    """Where rows and heads are, of inputs that have as many axes and come from one library."""
+    found = {name: library_of(name, x) for name, x in zip(NAMES, inputs)}
+    for name, library in found.items():
+        if library != found["student_q"]:
+            raise TypeError(
+                f"{name} is of {library}, but student_q of {found['student_q']}; all arrays of a call are of one"
+            )
+    rank = len(inputs[0].shape)
+    if not 2 <= rank <= 4 or any(len(x.shape) != rank for x in inputs):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(NAMES, inputs))
+        raise ValueError(f"{shapes}; allowed are 2 to 4 axes, the same number for all")
+    axes = Axes.of(rank, call.options.layout, "cu_seqlens_q" in call.masks or "cu_seqlens_k" in call.masks)
+    for q, k in ((0, 2), (1, 3)):
+        if inputs[q].shape[axes.rows] != inputs[k].shape[axes.rows]:
+            raise ValueError(
+                f"{NAMES[k]}: {inputs[k].shape[axes.rows]} positions, but {NAMES[q]} has {inputs[q].shape[axes.rows]}; "
+                f"a rank holds the same positions of both"
+            )
+    return axes
+
+
+def _compared(inputs: Sequence[Any], axes: Axes, call: Plain, asked: Asked) -> tuple[Any, ...]:
+    """What must be the same on all ranks, in the order of `_COMPARED`."""
+    pattern = call.options.block_mask
+    options = call.options._replace(block_mask=None)
+    shapes = tuple((*x.shape[: axes.rows], *x.shape[axes.rows + 1 :], str(x.dtype)) for x in inputs)
+    masks = tuple((name, tuple(x.shape), str(x.dtype)) for name, x in call.masks.items())
+    return (
+        shapes,
+        tuple(options),
+        (masks, None if pattern is None else pattern.digest),
+        (asked.strategy, asked.head_groups),
+        _named(asked.ownership),
+        asked.wrt,
+    )
+
+
+def _named(ownership: Any) -> Any:
+    if isinstance(ownership, (str, Ownership)):
+        return ownership
+    return Ownership(ownership)
+
+
+def _owners(ownership: Any, rows: list[int], keys: list[int]) -> tuple[tuple[Runs, ...], tuple[Runs, ...]]:
+    """The runs of rows and keys of each rank, which must be as long as its shards."""
+    ownership = _named(ownership)
+    found = []
+    for name, sizes in (("rows", rows), ("keys", keys)):
+        total, size = sum(sizes), len(sizes)
+        if isinstance(ownership, Ownership):
+            runs = getattr(ownership, name)
+            check_owned(f"ownership's {name}", runs, total, size)
+        else:
+            runs = owned(total, size, ownership)
+        for rank, (have, want) in enumerate(zip(sizes, map(length, runs), strict=True)):
+            if have != want:
+                raise ValueError(
+                    f"rank {rank} holds {have} {name} of {total}; ownership={ownership!r} over {size} ranks gives it {want}. Cut shards by streamkl_cupy.parallel.shard, or say which "
+                    f"positions each rank holds: ownership is one of {', '.join(map(repr, OWNERSHIPS))} or an Ownership"
+                )
+        found.append(runs)
+    return found[0], found[1]
+
+
+def _check_whole(
+    inputs: Sequence[Any], axes: Axes, call: Plain, owners: tuple[tuple[Runs, ...], tuple[Runs, ...]], rank: int
+) -> None:
+    """Check the call on the whole sequence as the plain operation would."""
+    rows, keys = (sum(map(length, x)) for x in owners)
+    local = [length(x[rank]) for x in owners]
+    for name, at, total in (("key_mask", 1, keys), ("query_mask", 0, rows)):
+        x = call.masks.get(name)
+        if x is not None and x.shape[-1] == local[at] != total:
+            raise ValueError(
+                f"{name}: {x.shape[-1]} entries, as many as this rank's shard has; masks are in positions of the whole "
+                f"sequence, {total} here, and the same on every rank"
+            )
+    whole = []
+    for i, x in enumerate(inputs):
+        shape = (*x.shape[: axes.rows], rows if i in QUERIES else keys, *x.shape[axes.rows + 1 :])
+        whole.append(SimpleNamespace(shape=tuple(map(int, shape)), dtype=x.dtype))
+    given = {**call.given, **{name: getattr(call.options, name) for name in _POSITIONAL}, **call.masks}
+    stand_ins = {name: SimpleNamespace(shape=tuple(x.shape), dtype=x.dtype) for name, x in call.masks.items()}
+    device = describe("student_q", inputs[2]).device if library_of("student_q", inputs[2]) != "jax" else None
+    calls.Call.of(ATTENTION_KL, tuple(whole), {**given, **stand_ins}).problem(device)
+
+
+def _chosen(ranks: Ranks, inputs: Sequence[Any], axes: Axes, call: Plain, asked: Asked) -> tuple[str, int]:
+    """The strategy, and in how many steps the key heads go."""
+    choice("strategy", asked.strategy, ("auto", *STRATEGIES))
+    strategy = "all_gather" if asked.strategy == "auto" else asked.strategy
+    heads = [1 if axes.heads is None else inputs[k].shape[axes.heads] for k in KEYS]
+    if strategy == "a2a" and any(n % ranks.size for n in heads):
+        raise ValueError(
+            f'strategy="a2a" gives each of {ranks.size} ranks as many whole key heads, but there are {heads[0]} of the '
+            f"teacher and {heads[1]} of the student; allowed are numbers that {ranks.size} divides. Say "
+            f'strategy="all_gather"'
+        )
+    if strategy in MERGING and call.options.divergence not in STATE_DIVERGENCES:
+        raise NotImplementedError(
+            f"strategy={strategy!r} merges states of rows, which is built for divergence {listed(STATE_DIVERGENCES)}; "
+            f'{call.options.divergence!r} goes with strategy="all_gather" and "a2a"'
+        )
+    if asked.head_groups is None:
+        return strategy, 1
+    groups = integer("head_groups", asked.head_groups)
+    if strategy != "all_gather" or axes.heads is None:
+        if groups != 1:
+            raise ValueError(
+                f'head_groups={groups} is of strategy="all_gather" and inputs with heads; leave it out here'
+            )
+        return strategy, 1
+    if groups < 1 or any(n % groups for n in heads):
+        raise ValueError(
+            f"head_groups={groups} does not divide the {heads[0]} key heads of the teacher and {heads[1]} of "
+            f"the student"
+        )
+    return strategy, groups

@@ -1,0 +1,144 @@
+"""Row states over some of the keys: five numbers that merge, whatever brought them together.
+
+With references r (logits in base 2), u = T - r_t and v = S - r_s over the keys that a state has seen,
+
+    l_t = sum 2^u        l_s = sum 2^v        A = sum 2^u (u - v)
+
+When references move by (d_t, d_s), l <- 2^-d l and A <- 2^-d_t (A - (d_t - d_s) l_t), so states over disjoint keys add
+up once they have the same references. At last KL = ln 2 (A / l_t + log2(l_s / l_t)) and lse = ln 2 (r + log2 l). A row
+without keys has the references -inf and sums of 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from ..results import KLForward
+from .library import Library, library_of
+
+LN2 = math.log(2.0)
+
+
+class KLState(NamedTuple):
+    """What some keys contribute to the KL of each row; all arrays have the shape of the rows.
+
+    Attributes:
+        teacher_reference: A number that the teacher's logits are told from, base 2; -inf where the row has seen no key.
+        student_reference: The same for the student.
+        teacher_sum: l_t, the sum over these keys of 2^(logit - reference).
+        student_sum: l_s, the same for the student.
+        difference: A, the sum over these keys of 2^(logit - reference) of the teacher times how far the teacher's logit
+            is above its reference beyond how far the student's is.
+    """
+
+    teacher_reference: Any
+    student_reference: Any
+    teacher_sum: Any
+    student_sum: Any
+    difference: Any
+
+
+def state_of_rows(rows: Any) -> KLState:
+    """The state of rows that are finished over these keys, whose references are their log-sum-exps.
+
+    Merging such states is as exact as a log-sum-exp can be told from its neighbours in its dtype.
+    """
+    library = Library(library_of("kl", rows.kl))
+    xp = library.xp
+    empty = rows.teacher_lse == -math.inf
+    one = xp.where(empty, xp.zeros_like(rows.kl), 1.0)
+    return KLState(rows.teacher_lse / LN2, rows.student_lse / LN2, one, one, rows.kl / LN2)
+
+
+def merge_kl_states(*states: KLState) -> KLState:
+    """One state of all the keys that these have seen, which must be disjoint.
+
+    Args:
+        states: Of the same rows, arrays of one library: NumPy, CuPy, PyTorch or JAX. They are added in the order given.
+
+    Returns:
+        `KLState`, which merges further.
+
+    Accuracy:
+        References that are logits, or anything as small, keep the last bit of float32: with the states of 8 shards of
+        4,096 keys the value is within 5e-7 nats. References that are large numbers of their own keep what their
+        differences keep.
+
+    Raises:
+        TypeError: no state, or arrays of several libraries.
+
+    Example:
+        >>> import numpy as np
+        >>> from streamkl_cupy import attention_kl_forward
+        >>> from streamkl_cupy.parallel import attention_kl_state, finish_kl_state, merge_kl_states
+        >>> q, k_t, k_s = np.ones((1, 1)), np.log([[4.0], [3.0], [2.0], [1.0]]), np.zeros((4, 1))
+        >>> halves = [attention_kl_state(q, k_t[i : i + 2], q, k_s[i : i + 2]) for i in (0, 2)]
+        >>> round(float(finish_kl_state(merge_kl_states(*halves)).kl[0]), 6)
+        0.10644
+    """
+    for number, state in enumerate(states):
+        if not isinstance(state, KLState):
+            raise TypeError(
+                f"state {number} is {type(state).__name__}; allowed are results of attention_kl_state, each given by "
+                f"itself: merge_kl_states(*states)"
+            )
+    if not states:
+        raise TypeError("merge_kl_states() needs a state, but none came; pass merge_kl_states(*states)")
+    libraries = {library_of("state", x) for state in states for x in state}
+    if len(libraries) > 1:
+        raise TypeError(
+            f"states have arrays of {' and '.join(sorted(libraries))}; allowed is one library: convert them"
+        )
+    xp = Library(libraries.pop()).xp
+    top_t = functools.reduce(xp.maximum, [x.teacher_reference for x in states])
+    top_s = functools.reduce(xp.maximum, [x.student_reference for x in states])
+    # Differences of infinities are NaN: what is empty is told apart before anything is subtracted.
+    to_t, to_s = xp.where(top_t == -math.inf, 0.0, top_t), xp.where(top_s == -math.inf, 0.0, top_s)
+    sums: list[Any] = []
+    for r_t, r_s, l_t, l_s, a in states:
+        empty = r_t == -math.inf
+        d_t, d_s = to_t - xp.where(empty, to_t, r_t), to_s - xp.where(empty, to_s, r_s)
+        shrink_t = xp.exp2(-d_t)
+        moved = (shrink_t * l_t, xp.exp2(-d_s) * l_s, shrink_t * (a - (d_t - d_s) * l_t))
+        sums = [x + y for x, y in zip(sums, moved)] if sums else list(moved)
+    return KLState(top_t, top_s, *sums)
+
+
+def finish_kl_state(state: KLState) -> KLForward[Any]:
+    """Row values and log-sum-exps, of a state that has seen all the keys of its rows.
+
+    Args:
+        state: Of `attention_kl_state` or `merge_kl_states`.
+
+    Returns:
+        `KLForward`, as `attention_kl_forward` gives it: 0 and -inf for a row without keys, NaN where an input was not
+        finite.
+
+    Example:
+        >>> import numpy as np
+        >>> from streamkl_cupy.parallel import attention_kl_state, finish_kl_state
+        >>> q, k_t, k_s = np.ones((1, 1)), np.log([[1.0], [3.0]]), np.zeros((2, 1))
+        >>> round(float(finish_kl_state(attention_kl_state(q, k_t, q, k_s)).kl[0]), 4)
+        0.1308
+    """
+    if not isinstance(state, KLState):
+        raise TypeError(
+            f"state is {type(state).__name__}; allowed is a result of attention_kl_state or merge_kl_states"
+        )
+    r_t, r_s, l_t, l_s, a = state
+    xp = Library(library_of("state", r_t)).xp
+    empty = r_t == -math.inf
+    sum_t, sum_s = xp.where(empty, 1.0, l_t), xp.where(empty, 1.0, l_s)
+    kl = LN2 * (a / sum_t + xp.log2(sum_s / sum_t))
+    lse_t, lse_s = (
+        LN2 * (xp.where(empty, 0.0, r_t) + xp.log2(sum_t)),
+        LN2 * (xp.where(empty, 0.0, r_s) + xp.log2(sum_s)),
+    )
+    fine = xp.isfinite(kl) & xp.isfinite(lse_t) & xp.isfinite(lse_s)
+
+    def settled(x: Any, nothing: float) -> Any:
+        return xp.where(empty, nothing, xp.where(fine, x, math.nan))
+
+    return KLForward(settled(kl, 0.0), settled(lse_t, -math.inf), settled(lse_s, -math.inf))

@@ -1,0 +1,180 @@
+"""PyTorch: ranks of a process group or of a dimension of a device mesh, and autograd round a whole strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..arguments import a_kind_of
+from ..results import KLForwardRows
+from .engine import NAMES
+from .ranks import Known, Pending
+from .strategies import TABLE, Job
+
+
+class TorchRanks(Known):
+    """A process group. Collectives run on its own stream beside kernels, and are waited for by the caller's stream."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self._group = group
+        self.key = (group.group_name, self.rank, self.size)
+
+    def all_gather(self, x: Tensor) -> Pending:
+        # Gathered along the first axis: some backends know no other way.
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(self.size)
+        work = dist.all_gather_into_tensor(out, x.contiguous(), group=self._group, async_op=True)
+        return self._after(work, out.view(self.size, *x.shape))
+
+    def reduce_scatter(self, x: Tensor) -> Pending:
+        out = x.new_empty(x.shape[1:])
+        work = dist.reduce_scatter_tensor(out, x.contiguous().flatten(0, 1), group=self._group, async_op=True)
+        return self._after(work, out)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=self._group)
+        return out
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        dist.all_reduce(out, group=self._group)
+        return out
+
+    def shift(self, xs: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+        after, before = (dist.get_global_rank(self._group, (self.rank + step) % self.size) for step in (1, -1))
+        sent = [x.contiguous() for x in xs]
+        out = [torch.empty_like(x) for x in sent]
+        # Tags tell them apart where a backend has no order.
+        ops = [dist.P2POp(dist.isend, x, after, self._group, tag) for tag, x in enumerate(sent)]
+        ops += [dist.P2POp(dist.irecv, x, before, self._group, tag) for tag, x in enumerate(out)]
+        works = dist.batch_isend_irecv(ops)
+
+        def wait() -> tuple[Tensor, ...]:
+            for work in works:
+                work.wait()
+            del sent[:]  # not before they have gone
+            return tuple(out)
+
+        return wait
+
+    def exchange(self, numbers: Sequence[int], like: Tensor) -> list[list[int]]:
+        device = like.device if isinstance(like, Tensor) and self._takes(like.device) else self._device()
+        mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+        found: list[list[int]] = self.all_gather(mine)().tolist()
+        return found
+
+    def check(self, x: Tensor) -> None:
+        """Refuse tensors that the group's backend does not move."""
+        if not self._takes(x.device):
+            raise ValueError(
+                f"student_q is on {x.device}, but the group's backend is {dist.get_backend_config(self._group)}; "
+                f"allowed are tensors on the group's device: NCCL moves those of GPUs, gloo those of the CPU"
+            )
+
+    def _takes(self, device: torch.device) -> bool:
+        return self._backends().get(device.type, "") in {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "mpi")}.get(
+            device.type, ()
+        )
+
+    def _backends(self) -> dict[str, str]:
+        pairs = (x.split(":") for x in dist.get_backend_config(self._group).split(","))
+        return {pair[0]: pair[1] for pair in pairs}
+
+    def _device(self) -> torch.device:
+        if self._backends().get("cpu") in ("gloo", "mpi"):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @staticmethod
+    def _after(work: Any, out: Tensor) -> Pending:
+        def wait() -> Tensor:
+            work.wait()
+            return out
+
+        return wait
+
+
+def ranks_of_torch(group: Any) -> TorchRanks:
+    """Of a process group, of one dimension of a device mesh, or of all processes."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group in every process, or start them by torchrun"
+        )
+    if group is None:
+        return TorchRanks(dist.group.WORLD)
+    if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; allowed is one of them: "
+                f"pass mesh[name]"
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group is {a_kind_of(group)}; allowed are a torch.distributed process group of which this process is one, "
+            f"a dimension of a DeviceMesh, and None for all processes"
+        )
+    return TorchRanks(group)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a whole strategy, with its backward: nothing differentiates through collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *inputs, job, keep = args
+        rows, kept = TABLE[job.strategy].forward(job, inputs)
+        ctx.set_materialize_grads(False)
+        ctx.job, ctx.kept = job, keep and kept is not None
+        ctx.save_for_backward(*inputs, *rows, *(kept if ctx.kept else ()))
+        ctx.mark_non_differentiable(rows.teacher_lse, rows.student_lse)
+        return rows.kl, rows.teacher_lse, rows.student_lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *_lse_grads: None) -> tuple[Tensor | None, ...]:
+        saved, count = ctx.saved_tensors, len(NAMES)
+        end = count + len(KLForwardRows._fields)
+        inputs, rows = saved[:count], KLForwardRows(*saved[count:end])
+        wrt = tuple(name for name, needed in zip(NAMES, ctx.needs_input_grad) if needed)
+        # A rank whose rows nobody asked about has keys that others saw: it takes part.
+        grad = torch.zeros_like(rows.kl) if grad is None else grad.to(rows.kl.dtype)
+        kept = saved[end:] if ctx.kept else None
+        return (*TABLE[ctx.job.strategy].backward(ctx.job, grad, inputs, rows, kept, wrt), None, None)
+
+
+class _Sum(torch.autograd.Function):
+    """A sum over ranks, of which every rank's own part has the derivative 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TorchRanks) -> Tensor:
+        return ranks.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def rows(job: Job, inputs: Sequence[Tensor], keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Values and log-sum-exps of this rank's rows, with their derivative."""
+    found: tuple[Tensor, Tensor, Tensor] = _Rows.apply(*inputs, job, keep)  # type: ignore[no-untyped-call]
+    return found
+
+
+def total(ranks: Any, x: Tensor) -> Tensor:
+    """The sum over ranks, with its derivative."""
+    found: Tensor = _Sum.apply(x, ranks)  # type: ignore[no-untyped-call]
+    return found
+
+
+def wanted(inputs: Sequence[Any]) -> tuple[str, ...]:
+    """What autograd will ask for."""
+    if not torch.is_grad_enabled():
+        return ()
+    return tuple(name for name, x in zip(NAMES, inputs) if isinstance(x, Tensor) and x.requires_grad)
