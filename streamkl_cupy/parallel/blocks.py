@@ -185,8 +185,8 @@ def _cut(pattern: BlockPattern, rows: Run, keys: Run, heads: Run | None) -> Bloc
         if start % block:
             raise ValueError(
                 f"block_mask: a shard's {what} begin at position {start}, inside a block of {block}; allowed are "
-                f"shards whose pieces begin with a block: choose a length that makes chunks multiples of {block}, or give the "
-                f"positions of every rank as ownership"
+                f"shards whose pieces begin with a block: choose a length that makes chunks multiples of {block}, "
+                f"or give the positions of every rank as ownership"
             )
     known = _cuts.setdefault(pattern, {})
     found = known.get((rows, keys, heads))

@@ -190,8 +190,9 @@ def _owners(ownership: Any, rows: list[int], keys: list[int]) -> tuple[tuple[Run
         for rank, (have, want) in enumerate(zip(sizes, map(length, runs), strict=True)):
             if have != want:
                 raise ValueError(
-                    f"rank {rank} holds {have} {name} of {total}; ownership={ownership!r} over {size} ranks gives it {want}. Cut shards by streamkl_cupy.parallel.shard, or say which "
-                    f"positions each rank holds: ownership is one of {', '.join(map(repr, OWNERSHIPS))} or an Ownership"
+                    f"rank {rank} holds {have} {name} of {total}; ownership={ownership!r} over {size} ranks "
+                    f"gives it {want}. Cut shards by streamkl_cupy.parallel.shard, or say which positions "
+                    f"each rank holds: ownership is one of {', '.join(map(repr, OWNERSHIPS))} or an Ownership"
                 )
         found.append(runs)
     return found[0], found[1]

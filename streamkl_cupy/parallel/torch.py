@@ -15,6 +15,10 @@ from .engine import NAMES
 from .ranks import Known, Pending
 from .strategies import TABLE, Job
 
+# Renamed in torch 2.13.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class TorchRanks(Known):
     """A process group. Collectives run on its own stream beside kernels, and are waited for by the caller's stream."""
@@ -27,12 +31,12 @@ class TorchRanks(Known):
     def all_gather(self, x: Tensor) -> Pending:
         # Gathered along the first axis: some backends know no other way.
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(self.size)
-        work = dist.all_gather_into_tensor(out, x.contiguous(), group=self._group, async_op=True)
+        work = _gather(out, x.contiguous(), group=self._group, async_op=True)
         return self._after(work, out.view(self.size, *x.shape))
 
     def reduce_scatter(self, x: Tensor) -> Pending:
         out = x.new_empty(x.shape[1:])
-        work = dist.reduce_scatter_tensor(out, x.contiguous().flatten(0, 1), group=self._group, async_op=True)
+        work = _scatter(out, x.contiguous().flatten(0, 1), group=self._group, async_op=True)
         return self._after(work, out)
 
     def all_to_all(self, x: Tensor) -> Tensor:
