@@ -460,7 +460,7 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         numbers[f"{of}group"] = max(side.group, 1)
         numbers |= {f"{of}numbers.{x}": value for x, value in score_of(side).numbers(side.scale).items()}
     strides: dict[str, tuple[int, ...]] = dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, *ROWS), problem.row_strides())
-    strides["moments"] = tuple(x * divergences.of(problem).moments for x in problem.row_strides())
+    strides["moments"] = tuple(x * divergences.moments_of(problem) for x in problem.row_strides())
     strides |= {name: problem.operand(name).strides for name in problem.operation.names}
     for field, letter in problem.operation.vectors:
         strides |= dict.fromkeys((field, *VECTORS), problem.compact_vector_strides(letter))

@@ -206,6 +206,8 @@ class Options(NamedTuple):
         bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")
     ] = None
     return_entropy: Annotated[bool, Row(flag, "bool", shared=False)] = False
+    # Of calls whose keys are some of those that their rows see, which sharded calls make of themselves.
+    some_keys: Annotated[bool, Row(flag, "bool", shared=False)] = False
 
 
 class AttentionOptions(NamedTuple):

@@ -123,7 +123,7 @@ class Plan:
             return ()
         outputs = self.forward.task.outputs
         outputs += tuple((field, row) for asks, field, row in problem.operation.asked_rows if getattr(problem, asks))
-        outputs += (("moments", "moments"),) if divergences.of(problem).moments else ()
+        outputs += (("moments", "moments"),) if divergences.moments_of(problem) else ()
         steps = []
         for forward, join in self.passes:
             if join is None:
@@ -209,7 +209,8 @@ class Plan:
             + (f", {counted(p.sequences, 'sequence')}" if p.sequences else "")
             + (f", {p.divergence}" if p.divergence != Problem.divergence else "")
             + "".join(f", {name} {x:g}" for name, x in p.parameters)
-            + (", entropy" if p.entropy else ""),
+            + (", entropy" if p.entropy else "")
+            + (", some keys" if p.some_keys else ""),
             *(
                 f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
                 + (f", score {side.score}" if side.score != Side.score else "")

@@ -129,6 +129,10 @@ class Problem:
     """Its numbers by name, those that were given."""
     entropy: bool = False
     """Whether the teacher's entropy is a result of the forward."""
+    some_keys: bool = False
+    """Whether its rows see keys besides those of the call. Then a forward leaves the states of rows as their moments,
+    and a backward, which reads what rows have of all their keys, takes nothing from keys on the strength of logit
+    gradients that add up to 0."""
     op: str = ATTENTION_KL.name
     """The operation, by its name among `OPS`."""
     extras: tuple[Operand, ...] = ()

@@ -36,6 +36,13 @@
 #endif
 enum : bool { kEntropy = SKL_ENTROPY };  // whether the teacher's entropy is a result of the row
 
+#ifndef SKL_SOME_KEYS
+#define SKL_SOME_KEYS 0
+#endif
+// Whether rows see keys besides those of the call: the moments of a row are its state then, for others to merge, and its
+// logit gradients do not add up to 0 over these keys.
+enum : bool { kSomeKeys = SKL_SOME_KEYS };
+
 enum Side { kTeacher = 0, kStudent = 1 };
 
 #ifndef SKL_PASS

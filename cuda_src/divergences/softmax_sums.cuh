@@ -29,7 +29,7 @@ __device__ constexpr float least(float x, float y, Rest... rest) {
 
 template <class... TERMS>
 struct SoftmaxSums {
-    enum : int { kTerms = sizeof...(TERMS), kMoments = 0 };
+    enum : int { kTerms = sizeof...(TERMS), kMoments = kSomeKeys ? 4 + kTerms : 0 };
     enum : bool { kResumes = false };
     float r_t, r_s, l_t, l_s, terms[kTerms];
 
@@ -156,7 +156,9 @@ struct SoftmaxSums {
         return nothing;
     }
 
-    __device__ void moments(float*, float) const {}
+    __device__ void moments(float* to, float) const {
+        if constexpr (kSomeKeys) store(to, 1);
+    }
 
     // Nats, of the last term, beside the log-sum-exp that the row has: 0 without keys, NaN where that is.
     __device__ float entropy(float lse_t) const {

@@ -6,7 +6,8 @@
 // log-sum-exps.
 //
 // Only float32 keys: 16-bit ones have exact products, and sums of logit gradients that are rounded to 16 bits are off
-// by more. The kernel has included its mask before.
+// by more. Nor where rows see other keys too, over which alone logit gradients add up to 0. The kernel has included its
+// mask and its divergence before.
 #pragma once
 #include "ptx/thread.cuh"
 #include "tile/load.cuh"
@@ -91,7 +92,7 @@ struct CommonPart {
                 length += __shfl_xor_sync(~0u, length, step);
                 spread += __shfl_xor_sync(~0u, spread, step);
             }
-            if (threadIdx.x == 0) store(T::kDepth, S::kLinear && length > spread);
+            if (threadIdx.x == 0) store(T::kDepth, S::kLinear && !kSomeKeys && length > spread);
         }
     }
 

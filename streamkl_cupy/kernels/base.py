@@ -443,6 +443,8 @@ class Kernel(ABC, Generic[Row]):
         constants |= divergence.constants
         if problem.entropy and not task.side:
             constants["SKL_ENTROPY"] = 1
+        if problem.some_keys and (work.float32 or not task.side):
+            constants["SKL_SOME_KEYS"] = 1
         together = ("scores/all.cuh",) if len(scores) > 1 else ()
         headers: dict[str, str | tuple[str, ...]] = {
             "divergence": divergence.header,

@@ -79,6 +79,8 @@ def plan(work: Work, forward: KernelPlan, facts: DeviceFacts) -> KernelPlan:
     constants = {**divergence.constants, "SKL_HAS_OFFSETS": int(work.float32), "SKL_THREADS": THREADS}
     if problem.entropy:
         constants["SKL_ENTROPY"] = 1
+    if problem.some_keys:
+        constants["SKL_SOME_KEYS"] = 1
     return KernelPlan(
         task=COMBINE,
         entry="kernels/combine.cu",

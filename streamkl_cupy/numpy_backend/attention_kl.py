@@ -13,6 +13,7 @@ from ..concurrency.threads import Team
 from ..problem import Problem
 from ..rules import divergences
 from ..rules.divergences.interface import RowResults, RowState
+from ..rules.divergences.sums import Sums
 from ..rules.scores.interface import LOG2E
 from .block import Array, Block, Scratch, Segment
 from .blocks import BackwardTask, Blocks
@@ -40,7 +41,11 @@ class KLBlocks(Blocks):
             for tile in self.tiles(segment, at):
                 team.pause()
                 state.absorb(teacher.logits(tile), student.logits(tile), tile.visible, scratch)
-        return state.finish(teacher.offset, student.offset)
+        results = state.finish(teacher.offset, student.offset)
+        if self.problem.some_keys:
+            assert isinstance(state, Sums), "states of rows that merge are of one pass"
+            results = results._replace(moments=state.numbers())
+        return results
 
     def backward(self, task: BackwardTask, scratch: Scratch, team: Team[Any]) -> None:
         group, at, divergence = task.group, task.at, self._divergence

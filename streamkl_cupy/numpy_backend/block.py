@@ -123,8 +123,10 @@ class Segment(NamedTuple):
 class Half:
     """One distribution inside one block: b batches, h query heads on hk key heads, m rows of width D."""
 
-    def __init__(self, name: str, side: Side, pair: tuple[Array, Array], at: Block, scratch: Scratch) -> None:
-        """Of all its queries and keys, (batch, head, row, column)."""
+    def __init__(
+        self, name: str, side: Side, pair: tuple[Array, Array], at: Block, scratch: Scratch, all_keys: bool = True
+    ) -> None:
+        """Of all its queries and keys, (batch, head, row, column); `all_keys`: whether these are all of the rows'."""
         q, k = pair
         self.name, self.group, self.scratch = name, side.group, scratch
         self.score, self.scale = score_of(side), side.scale
@@ -137,7 +139,7 @@ class Half:
         self.common: Array | None = None
         self.offset: Array | float = 0.0
         """What a row's logits lack in base 2, (b, h, m): the query times the common part of the keys."""
-        self._looked = False
+        self._looked = not all_keys  # logit gradients add up to 0 over all keys of a row only
         self.bad_rows = not_finite(self.q)
         self.slopes: Array | None = None
         """What gradients of the tile's logits are multiplied by to be those of dot products; None for 1."""

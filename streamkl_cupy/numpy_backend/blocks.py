@@ -112,8 +112,8 @@ class Blocks(ABC):
 
     def halves(self, views: dict[str, Array], at: Block, scratch: Scratch) -> list[Half]:
         """Queries and keys of each side, inside a block."""
-        op = self.problem.operation
+        op, all_keys = self.problem.operation, not self.problem.some_keys
         return [
-            Half(name, side, (views[op.pair(name)[0].name], views[op.pair(name)[1].name]), at, scratch)
+            Half(name, side, (views[op.pair(name)[0].name], views[op.pair(name)[1].name]), at, scratch, all_keys)
             for name, side in self.problem.sides.items()
         ]

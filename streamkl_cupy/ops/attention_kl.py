@@ -45,5 +45,5 @@ OP = Op(
     ),
     max_gradient_dim=256,
     rules=("divergence", "score", "mask"),
-    settings=(("divergence", "divergence"), ("return_entropy", "entropy")),
+    settings=(("divergence", "divergence"), ("return_entropy", "entropy"), ("some_keys", "some_keys")),
 )

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..api import attention_kl_forward as plain_forward
 from ..arguments import choice
 from ..ops import ATTENTION_KL
 from ..options import REDUCTIONS
 from ..results import KLForward, KLForwardRows, KLGradients
 from ..rules import reductions
 from ..validate import wanted
-from .engine import Explicit
+from .engine import Launching, call_of
 from .groups import ranks_of
 from .library import library_of
 from .setup import STATE_DIVERGENCES, Asked, job_of, plain
@@ -100,11 +99,11 @@ def attention_kl(
     if library == "torch":
         from . import torch as door
 
-        job = job_of(ranks, Explicit(), inputs, call, Asked(strategy, ownership, head_groups, door.wanted(inputs)))
+        job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups, door.wanted(inputs)))
         kl, teacher_lse, student_lse = door.rows(job, inputs, keep_gathered)
         add: Callable[[Any], Any] = functools.partial(door.total, ranks)
     else:
-        job = job_of(ranks, Explicit(), inputs, call, Asked(strategy, ownership, head_groups))
+        job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups))
         found, _ = TABLE[job.strategy].forward(job, inputs)
         kl, teacher_lse, student_lse = found[:3]
         add = ranks.all_reduce
@@ -143,7 +142,7 @@ def attention_kl_forward(
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call = plain("attention_kl_forward", options)
     ranks = ranks_of(group, library_of("student_q", student_q))
-    job = job_of(ranks, Explicit(), inputs, call, Asked(strategy, ownership, head_groups))
+    job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups))
     rows, _ = TABLE[job.strategy].forward(job, inputs)
     return rows if rows.moments is not None else KLForward(*rows[:3])
 
@@ -186,7 +185,7 @@ def attention_kl_backward(
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call, wrt = plain("attention_kl_backward", options), wanted(ATTENTION_KL, wrt)
     ranks = ranks_of(group, library_of("student_q", student_q))
-    job = job_of(ranks, Explicit(), inputs, call, Asked(strategy, ownership, head_groups, wrt))
+    job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups, wrt))
     rows = KLForwardRows(saved.kl, saved.teacher_lse, saved.student_lse, moments=getattr(saved, "moments", None))
     return KLGradients(*TABLE[job.strategy].backward(job, grad, inputs, rows, None, wrt))
 
@@ -212,7 +211,8 @@ def attention_kl_state(teacher_q: Any, teacher_k: Any, student_q: Any, student_k
         raise NotImplementedError(
             f"divergence={divergence!r} has no states that merge; built are those of {', '.join(STATE_DIVERGENCES)}"
         )
-    return state_of_rows(plain_forward(teacher_q, teacher_k, student_q, student_k, **options))
+    arrays = (teacher_q, teacher_k, student_q, student_k)
+    return state_of_rows(Launching().forward(call_of(arrays, options, True)))
 
 
 def reduced(job: Job, kl: Any, lse: Any, weight: Any, reduction: str, add: Callable[[Any], Any]) -> Any:

@@ -1,11 +1,15 @@
-"""The plain operation, as strategies call it on blocks."""
+"""The plain operation, as strategies call it on blocks: with all keys of their rows, or with some of them.
+
+With some, a forward leaves states of rows, and a backward reads what rows have of all their keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from ..api import attention_kl_backward, attention_kl_forward
+from ..call import Call, SavedArrays
+from ..ops import ATTENTION_KL
 from ..results import KLForwardRows
 
 NAMES = ("teacher_q", "teacher_k", "student_q", "student_k")
@@ -16,33 +20,29 @@ QUERIES, KEYS = (0, 2), (1, 3)
 class Engine(Protocol):
     """Rows and gradients of a block."""
 
-    def forward(self, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> KLForwardRows[Any]: ...
+    def forward(self, call: Call) -> KLForwardRows[Any]:
+        """Rows; with `some_keys` their `moments` are the numbers of their states."""
+        ...
 
-    def backward(
-        self,
-        grad: Any,
-        arrays: tuple[Any, ...],
-        rows: KLForwardRows[Any],
-        options: Mapping[str, Any],
-        wrt: tuple[str, ...],
-    ) -> tuple[Any, ...]:
-        """Of the four arrays, None for those that `wrt` does not name."""
+    def backward(self, saved: tuple[Any, ...], call: Call, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+        """From grad, both log-sum-exps, values and moments: the gradients of the operands, None for those that `wrt`
+        does not name."""
         ...
 
 
-class Explicit:
-    """By the explicit functions, of every library whose arrays have memory."""
+def call_of(arrays: tuple[Any, ...], options: Mapping[str, Any], some_keys: bool) -> Call:
+    """A call of the plain operation."""
+    call = Call.of(ATTENTION_KL, arrays, options)
+    return call._replace(options=call.options._replace(some_keys=True)) if some_keys else call
 
-    def forward(self, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> KLForwardRows[Any]:
-        rows = attention_kl_forward(*arrays, **options)
-        return KLForwardRows(rows.kl, rows.teacher_lse, rows.student_lse, moments=getattr(rows, "moments", None))
 
-    def backward(
-        self,
-        grad: Any,
-        arrays: tuple[Any, ...],
-        rows: KLForwardRows[Any],
-        options: Mapping[str, Any],
-        wrt: tuple[str, ...],
-    ) -> tuple[Any, ...]:
-        return tuple(attention_kl_backward(grad, *arrays, saved=rows, wrt=cast(Any, wrt), **options))
+class Launching:
+    """For libraries whose arrays have memory."""
+
+    def forward(self, call: Call) -> KLForwardRows[Any]:
+        rows = call.ready().forward()
+        kl, teacher_lse, student_lse, _, moments = (None if x is None else x.array for x in rows)
+        return KLForwardRows(kl, teacher_lse, student_lse, moments=moments)
+
+    def backward(self, saved: tuple[Any, ...], call: Call, wrt: tuple[str, ...]) -> tuple[Any, ...]:
+        return call.ready(SavedArrays(saved)).backward(wrt)

@@ -60,12 +60,12 @@ _agreed: dict[Any, _Agreed] = {}
 def plain(function: str, given: Mapping[str, Any]) -> Plain:
     """Options that were given by name, without those that only say how to share out."""
     for name in given:
-        if name not in SHARED:
+        if name not in SHARED[ATTENTION_KL.name]:
             raise TypeError(
                 f"{function}() has no option {name!r}; there are those of streamkl_cupy.attention_kl, and group, "
                 f"axis_name, strategy, ownership, head_groups"
             )
-    options, _ = parse(given)
+    options, _ = parse(ATTENTION_KL, given)
     masks = {name: given[name] for name in MASK_ARRAYS if given.get(name) is not None}
     others = {name: x for name, x in given.items() if name not in MASK_ARRAYS and name not in _POSITIONAL}
     return Plain(options, masks, others)
@@ -224,7 +224,7 @@ def _check_whole(
 def _chosen(ranks: Ranks, inputs: Sequence[Any], axes: Axes, call: Plain, asked: Asked) -> tuple[str, int]:
     """The strategy, and in how many steps the key heads go."""
     choice("strategy", asked.strategy, ("auto", *STRATEGIES))
-    strategy = "all_gather" if asked.strategy == "auto" else asked.strategy
+    strategy = "all_gather" if asked.strategy == "auto" or ranks.size == 1 else asked.strategy
     heads = [1 if axes.heads is None else inputs[k].shape[axes.heads] for k in KEYS]
     if strategy == "a2a" and any(n % ranks.size for n in heads):
         raise ValueError(

@@ -41,15 +41,12 @@ class KLState(NamedTuple):
 
 
 def state_of_rows(rows: Any) -> KLState:
-    """The state of rows that are finished over these keys, whose references are their log-sum-exps.
-
-    Merging such states is as exact as a log-sum-exp can be told from its neighbours in its dtype.
-    """
-    library = Library(library_of("kl", rows.kl))
-    xp = library.xp
+    """The state of rows that a call with some of their keys has left, its numbers as their moments."""
+    xp = Library(library_of("kl", rows.kl)).xp
     empty = rows.teacher_lse == -math.inf
-    one = xp.where(empty, xp.zeros_like(rows.kl), 1.0)
-    return KLState(rows.teacher_lse / LN2, rows.student_lse / LN2, one, one, rows.kl / LN2)
+    r_t, r_s, *sums = (rows.moments[..., i] for i in range(len(KLState._fields)))
+    references = (xp.where(empty, -math.inf, x) for x in (r_t, r_s))
+    return KLState(*references, *(xp.where(empty, 0.0, x) for x in sums))
 
 
 def merge_kl_states(*states: KLState) -> KLState:
@@ -62,9 +59,8 @@ def merge_kl_states(*states: KLState) -> KLState:
         `KLState`, which merges further.
 
     Accuracy:
-        References that are logits, or anything as small, keep the last bit of float32: with the states of 8 shards of
-        4,096 keys the value is within 5e-7 nats. References that are large numbers of their own keep what their
-        differences keep.
+        That of one call over all keys: |error| <= 2e-6 (1 + KL) in float32, however large logits are, since they are
+        told from references that occurred among them.
 
     Raises:
         TypeError: no state, or arrays of several libraries.

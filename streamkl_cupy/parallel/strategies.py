@@ -12,14 +12,15 @@ is given its number. Shards travel as long as the longest of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from .. import call as plain
 from ..results import KLForwardRows
 from ..rules.divergences import DIVERGENCES
 from .blocks import Block, Whole
-from .engine import KEYS, NAMES, QUERIES, Engine
+from .engine import KEYS, NAMES, QUERIES, Engine, call_of
 from .library import Library, at
 from .ranks import Pending, Ranks
 from .shards import Run, Runs, in_order, length, starts_of
@@ -48,7 +49,7 @@ class Axes(NamedTuple):
         return cls(rank - 3, rank - 2) if tokens_first else cls(rank - 2, rank - 3)
 
 
-class Call(NamedTuple):
+class Piece(NamedTuple):
     """A call of the plain operation on a part of shards."""
 
     block: Block
@@ -72,12 +73,23 @@ class Job:
     groups: int = 1
     """In how many steps the key heads go, so that one is on its way while another is computed."""
 
-    def calls(self, rows: Runs, keys: Runs) -> Iterator[Call]:
+    @property
+    def some_keys(self) -> bool:
+        """Whether its calls have some of the keys of their rows."""
+        return self.strategy in MERGING
+
+    @property
+    def moments(self) -> int:
+        """How many moments its calls leave of a row."""
+        divergence = DIVERGENCES[self.whole.options.divergence]
+        return divergence.state_floats if self.some_keys else divergence.moments
+
+    def calls(self, rows: Runs, keys: Runs) -> Iterator[Piece]:
         """All that there is to compute of a shard of rows and a shard of keys."""
         for row_run, row_start in zip(rows, starts_of(rows)):
             for key_run, key_start in zip(keys, starts_of(keys)):
                 for block in self.whole.blocks(row_run, key_run):
-                    yield Call(block, _moved(block.rows, row_run, row_start), _moved(block.keys, key_run, key_start))
+                    yield Piece(block, _moved(block.rows, row_run, row_start), _moved(block.keys, key_run, key_start))
 
     def cut(self, x: Any, where: slice) -> Any:
         """Some rows or keys of an array."""
@@ -87,7 +99,7 @@ class Job:
         """The same of row results."""
         return KLForwardRows(*(None if x is None else self.cut(x, where) for x in rows))
 
-    def arrays(self, inputs: Sequence[Any], call: Call) -> tuple[Any, ...]:
+    def arrays(self, inputs: Sequence[Any], call: Piece) -> tuple[Any, ...]:
         """The operands of a call."""
         return tuple(self.cut(x, call.rows if i in QUERIES else call.keys) for i, x in enumerate(inputs))
 
@@ -136,7 +148,7 @@ class Job:
         if len(found) == 1 and found[0][0] == whole:
             return found[0][1]
         dtype = _stat_dtype(inputs)
-        moments = DIVERGENCES[self.whole.options.divergence].moments
+        moments = self.moments
         empty = [(shape, 0.0), (shape, float("-inf")), (shape, float("-inf"))]
         if moments:
             empty.append(((*shape, moments), 0.0))
@@ -145,6 +157,14 @@ class Job:
             there = [x for x in rows if x is not None]
             outs = [self.library.put(out, at(self.axes.rows, where), x) for out, x in zip(outs, there, strict=True)]
         return KLForwardRows(outs[0], outs[1], outs[2], moments=outs[3] if moments else None)
+
+    def plain(self, inputs: Sequence[Any], call: Piece) -> plain.Call:
+        """A call of the plain operation."""
+        return call_of(self.arrays(inputs, call), call.block.options, self.some_keys)
+
+    def computed(self, calls: Iterable[Piece], inputs: Sequence[Any]) -> KLForwardRows[Any]:
+        """The row results of a shard of rows."""
+        return self.rows_of([(c.rows, self.engine.forward(self.plain(inputs, c))) for c in calls], inputs)
 
     def state(self, inputs: Sequence[Any], rows: Runs, keys: Runs) -> KLState:
         """What a shard of keys contributes to a shard of rows."""
@@ -155,8 +175,7 @@ class Job:
             ]
             calls = list(self.calls(rows, (run,)))
             if calls:
-                found = [(c.rows, self.engine.forward(self.arrays(here, c), c.block.options)) for c in calls]
-                states.append(state_of_rows(self.rows_of(found, inputs)))
+                states.append(state_of_rows(self.computed(calls, here)))
         if not states:
             return state_of_rows(self.rows_of([], inputs))
         return states[0] if len(states) == 1 else merge_kl_states(*states)
@@ -168,13 +187,13 @@ class Job:
         results: KLForwardRows[Any],
         runs: tuple[Runs, Runs],
         wrt: tuple[str, ...],
-    ) -> list[tuple[Call, tuple[Any, ...]]]:
+    ) -> list[tuple[Piece, tuple[Any, ...]]]:
         """What a shard of keys and a shard of rows contribute to each other's gradients, call by call."""
         found = []
         for call in self.calls(*runs):
-            rows, arrays = self.cut_rows(results, call.rows), self.arrays(inputs, call)
-            grads = self.engine.backward(self.cut(grad, call.rows), arrays, rows, call.block.options, wrt)
-            found.append((call, grads))
+            kl, teacher_lse, student_lse, _, _, moments = self.cut_rows(results, call.rows)
+            saved = (self.cut(grad, call.rows), teacher_lse, student_lse, kl, moments)
+            found.append((call, self.engine.backward(saved, self.plain(inputs, call), wrt)))
         return found
 
     def total(self, parts: Sequence[Part], like: Any, size: int, exact: bool = False) -> Any:
@@ -298,9 +317,7 @@ def _all_gather_forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[
         kept += [arrays[1], arrays[3]]
 
         def rows(rank: int, part: Job = part, arrays: list[Any] = arrays) -> KLForwardRows[Any]:
-            calls = part.calls(job.rows[rank], _whole(job.keys))
-            done = [(c.rows, part.engine.forward(part.arrays(arrays, c), c.block.options)) for c in calls]
-            return part.rows_of(done, arrays)
+            return part.computed(part.calls(job.rows[rank], _whole(job.keys)), arrays)
 
         found.append(job.ranks.here(rows))
     if len(found) == 1:
@@ -362,8 +379,8 @@ def _queries_forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any
 
     mine = job.ranks.all_to_all(job.ranks.here(partial)) if job.ranks.size > 1 else job.ranks.here(partial)
     merged = merge_kl_states(*(KLState(*mine[i]) for i in range(job.ranks.size)))
-    done = finish_kl_state(merged)
-    return KLForwardRows(*(job.own(x, job.rows, x) for x in done)), queries
+    own = KLState(*(job.own(x, job.rows, x) for x in merged))
+    return KLForwardRows(*finish_kl_state(own)), queries
 
 
 def _queries_backward(
@@ -492,10 +509,7 @@ def _a2a_forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], A
 
     def compute(rank: int) -> KLForwardRows[Any]:
         part = _some_heads(job, heads, rank)
-        calls = part.calls(_whole(job.rows), _whole(job.keys))
-        return part.rows_of(
-            [(c.rows, part.engine.forward(part.arrays(arrays, c), c.block.options)) for c in calls], arrays
-        )
+        return part.computed(part.calls(_whole(job.rows), _whole(job.keys)), arrays)
 
     rows = job.ranks.here(compute)
     results = KLForwardRows(*(None if x is None else _to_rows(job, x, job.rows) for x in rows))

@@ -40,5 +40,11 @@ def given_parameters(options: Mapping[str, float | None]) -> tuple[tuple[str, fl
 def extra_rows(problem: Problem) -> dict[str, tuple[int, ...]]:
     """What a forward has of its rows beside the value and both log-sum-exps, and the axes that each has after them."""
     found: dict[str, tuple[int, ...]] = {"teacher_entropy": ()} if problem.entropy else {}
-    moments = DIVERGENCES[problem.divergence].moments
+    moments = moments_of(problem)
     return found | ({"moments": (moments,)} if moments else {})
+
+
+def moments_of(problem: Problem) -> int:
+    """How many moments a forward leaves of a row: those of its divergence, or the state of a row with other keys."""
+    divergence = of(problem)
+    return divergence.state_floats if problem.some_keys else divergence.moments

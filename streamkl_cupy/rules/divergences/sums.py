@@ -107,6 +107,10 @@ class Sums(ABC):
             self.l_s = np.where(self.seen, moves.shrink_s * self.l_s, 0)
         self.seen |= seen
 
+    def numbers(self) -> Array:
+        """The state itself, (..., k): references, sums and terms, as kernels store it."""
+        return np.stack([self.r_t, self.r_s, self.l_t, self.l_s, *self.terms], axis=-1)
+
     @abstractmethod
     def value(self) -> Array:
         """Of rows that have seen a key, nats."""
