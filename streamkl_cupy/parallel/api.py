@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..arguments import choice
+from ..arguments import a_kind_of, choice
 from ..ops import ATTENTION_KL
 from ..options import REDUCTIONS
 from ..results import KLForward, KLForwardRows, KLGradients
@@ -19,7 +19,7 @@ from ..validate import wanted
 from .engine import Launching, call_of
 from .groups import ranks_of
 from .library import library_of
-from .setup import STATE_DIVERGENCES, Asked, job_of, plain
+from .setup import STATE_DIVERGENCES, Asked, Plain, job_of, plain
 from .states import KLState, state_of_rows
 from .strategies import TABLE, Job
 
@@ -31,6 +31,7 @@ def attention_kl(
     student_k: Any,
     *,
     group: Any = None,
+    axis_name: str | None = None,
     strategy: str = "auto",
     ownership: Any = "zigzag",
     head_groups: int | None = None,
@@ -53,6 +54,7 @@ def attention_kl(
         student_k: Likewise.
         group: Who the ranks are. With PyTorch a process group, a dimension of a DeviceMesh, or None for all processes;
             a rank of `LocalWorld` with any library.
+        axis_name: With JAX, inside of `jax.shard_map`: the axis of the mesh along which the ranks are.
         strategy: "all_gather": keys are gathered, each rank has its own rows. "a2a": everything is exchanged for whole
             heads and back; as many ranks as divide the key heads. "all_gather_queries": queries are gathered, each rank
             has its own keys, and states of rows merge. "p2p": keys go around a ring, and states merge. "auto" is
@@ -83,6 +85,7 @@ def attention_kl(
             student_q,
             student_k,
             group=group,
+            axis_name=axis_name,
             strategy=strategy,
             ownership=ownership,
             head_groups=head_groups,
@@ -95,19 +98,41 @@ def attention_kl(
     choice("reduction", reduction, REDUCTIONS)
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call, library = plain("attention_kl", options), library_of("student_q", student_q)
+    asked = Asked(strategy, ownership, head_groups)
+    if library == "jax":
+        return _in_shard_map(inputs, call, asked, axis_name, keep_gathered, (row_weight, reduction, return_lse))
     ranks = ranks_of(group, library)
     if library == "torch":
         from . import torch as door
 
-        job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups, door.wanted(inputs)))
+        job = job_of(ranks, Launching(), inputs, call, asked._replace(wrt=door.wanted(inputs)))
         kl, teacher_lse, student_lse = door.rows(job, inputs, keep_gathered)
         add: Callable[[Any], Any] = functools.partial(door.total, ranks)
     else:
-        job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups))
+        job = job_of(ranks, Launching(), inputs, call, asked)
         found, _ = TABLE[job.strategy].forward(job, inputs)
         kl, teacher_lse, student_lse = found[:3]
         add = ranks.all_reduce
     value = reduced(job, kl, teacher_lse, row_weight, reduction, add)
+    return KLForward(value, teacher_lse, student_lse) if return_lse else value
+
+
+def _in_shard_map(
+    inputs: tuple[Any, ...], call: Plain, asked: Asked, axis: str | None, keep: bool, loss: tuple[Any, str, bool]
+) -> Any:
+    """The same of JAX arrays."""
+    from . import jax as door
+
+    if not isinstance(axis, str):
+        raise TypeError(
+            f"axis_name is {a_kind_of(axis)}; JAX arrays are called inside of jax.shard_map, with the name of the axis "
+            f'of its mesh along which the ranks are: axis_name="cp"'
+        )
+    weight, reduction, return_lse = loss
+    static = door.Static(axis, door.axis_size(axis), call.options, tuple(call.given.items()), asked, keep)
+    kl, teacher_lse, student_lse = door.rows(static, inputs, dict(call.masks))
+    job = static.job(inputs, ())
+    value = reduced(job, kl, teacher_lse, weight, reduction, functools.partial(door.total, axis))
     return KLForward(value, teacher_lse, student_lse) if return_lse else value
 
 

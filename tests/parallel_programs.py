@@ -1,0 +1,158 @@
+"""What tests of sharded calls start as processes of their own: ranks of torch, and JAX with several devices.
+
+python parallel_programs.py torch SEED        three processes over gloo, two of which are a group as well
+python parallel_programs.py jax SEED          four devices of the CPU
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+ALL = ("teacher_q", "teacher_k", "student_q", "student_k")
+STRATEGIES = ("all_gather", "a2a", "all_gather_queries", "p2p")
+
+
+def numbers(seed: int, heads: int, key_heads: int, tokens: int) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((1, h, tokens, 8)).astype(np.float32) for h in (heads, key_heads, heads, key_heads)]
+
+
+def close(name: str, found: Any, wanted: Any, tolerance: float = 3e-6) -> None:
+    error = np.abs(np.asarray(found, np.float64) - np.asarray(wanted, np.float64)).max(initial=0)
+    assert error <= tolerance * max(1e-3, np.abs(np.asarray(wanted)).max(initial=0)), (name, error)
+
+
+def refused(options: dict[str, Any], inputs: list[Any], words: str) -> None:
+    from streamkl_cupy import parallel as cp
+
+    try:
+        cp.attention_kl(*inputs, **options)
+    except (ValueError, RuntimeError) as error:
+        if words not in str(error):
+            raise
+    else:
+        raise AssertionError(f"no error: {options}")
+
+
+def torch_ranks(rank: int, port: int, seed: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.utils.checkpoint import checkpoint
+
+    import streamkl_cupy as skl
+    from streamkl_cupy import parallel as cp
+
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=3)
+    pair = dist.new_group([0, 1])
+    full = [torch.from_numpy(x) for x in numbers(seed, 12, 6, 53)]
+    weight = torch.rand(1, 1, 53, generator=torch.Generator().manual_seed(seed))
+
+    def one(reduction: str) -> tuple[Any, list[Any]]:
+        inputs = [x.clone().requires_grad_() for x in (*full, weight)]
+        value = skl.attention_kl(*inputs[:4], causal=True, reduction=reduction, row_weight=inputs[4])
+        value.sum().backward()
+        return value.detach(), [x.grad for x in inputs]
+
+    def shards(size: int, ownership: str) -> list[Any]:
+        return [cp.shard(x, 2, rank, size, ownership).contiguous().requires_grad_() for x in (*full, weight)]
+
+    def check(group: Any, size: int, reduction: str, through: Any = None, **how: Any) -> None:
+        ownership = how.get("ownership", "zigzag")
+        value, grads = one(reduction)
+        mine = shards(size, ownership)
+
+        def loss(*inputs: Any) -> Any:
+            options = {"causal": True, "reduction": reduction, "row_weight": inputs[4], "group": group, **how}
+            return cp.attention_kl(*inputs[:4], **options)
+
+        found = loss(*mine) if through is None else through(loss, *mine)
+        found.sum().backward()
+        wanted = cp.shard(value, 2, rank, size, ownership) if reduction == "none" else value
+        close(f"{how} {reduction}", found.detach(), wanted)
+        for name, x, grad in zip((*ALL, "row_weight"), mine, grads):
+            close(f"{how} {name}", x.grad, cp.shard(grad, 2, rank, size, ownership))
+
+    for strategy in STRATEGIES:
+        check(None, 3, "mean", strategy=strategy)
+    check(None, 3, "none", strategy="all_gather", ownership="contiguous", keep_gathered=False, head_groups=3)
+    check(None, 3, "sum", through=lambda f, *x: checkpoint(f, *x, use_reentrant=False))
+    if rank < 2:
+        check(pair, 2, "mean")
+        check(pair, 2, "sum", strategy="p2p", ownership="contiguous")
+        from torch.distributed.device_mesh import DeviceMesh
+
+        mesh = DeviceMesh.from_group(pair, "cpu", mesh_dim_names=("cp",))
+        check(mesh, 2, "mean")
+    mine = shards(3, "zigzag")[:4]
+    refused({"window": (4 if rank else 3, 0)}, mine, "options differ")
+    refused({"strategy": "p2p" if rank == 1 else "all_gather"}, mine, "strategy differ")
+    refused({"key_mask": torch.ones(1, mine[0].shape[2], dtype=torch.bool)}, mine, "")
+    # What was agreed on before is not compared again, so this is a call that has not been.
+    short = [x[:, :, 1:] if rank == 2 else x for x in mine[:3]]
+    refused({"window": (5, 0)}, [*short, mine[3]], "a rank holds the same" if rank == 2 else "rank 2")
+    dist.destroy_process_group()
+
+
+def jax_devices(seed: int) -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, PartitionSpec
+
+    import streamkl_cupy as skl
+    from streamkl_cupy import parallel as cp
+
+    size, tokens = 4, 32
+    mesh = Mesh(np.array(jax.devices()), ("cp",))
+    full = [jnp.asarray(x[0]) for x in numbers(seed, 8, 4, tokens)]
+    weight = jnp.asarray(np.random.default_rng(seed).random(tokens).astype(np.float32))
+
+    def in_ranks(x: Any, axis: int) -> Any:
+        return jnp.concatenate([cp.shard(x, axis, rank, size) for rank in range(size)], axis)
+
+    def whole(inputs: Any, weight: Any) -> Any:
+        return skl.attention_kl(*inputs, causal=True, reduction="mean", row_weight=weight)
+
+    value, (grads, of_weight) = jax.value_and_grad(whole, argnums=(0, 1))(full, weight)
+    wanted = (*[in_ranks(x, 1) for x in grads], in_ranks(of_weight, 0))
+    mine, specs = [in_ranks(x, 1) for x in full], (PartitionSpec(None, "cp"), PartitionSpec("cp"))
+
+    def check(strategy: str, inside: bool, check_vma: bool) -> None:
+        def loss(inputs: Any, weight: Any) -> Any:
+            options = {"causal": True, "reduction": "mean", "row_weight": weight, "strategy": strategy}
+            return cp.attention_kl(*inputs, axis_name="cp", **options)
+
+        step, none = jax.value_and_grad(loss, argnums=(0, 1)), PartitionSpec()
+        if inside:
+            step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(none, specs), check_vma=check_vma)
+        else:
+            of_all = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=none, check_vma=check_vma)
+            step = jax.value_and_grad(of_all, argnums=(0, 1))
+        found, (grads, of_weight) = jax.jit(step)(mine, in_ranks(weight, 0))
+        name = f"{strategy}, inside {inside}, check_vma {check_vma}"
+        close(name, found, value)
+        for x, y in zip((*grads, of_weight), wanted):
+            close(name, x, y)
+
+    check("all_gather", True, False)
+    check("all_gather", False, True)
+    for strategy in STRATEGIES:
+        check(strategy, True, True)
+
+
+if __name__ == "__main__":
+    kind, seed = sys.argv[1], int(sys.argv[2])
+    if kind == "torch":
+        import torch.multiprocessing as mp
+
+        mp.spawn(torch_ranks, (int(sys.argv[3]), seed), nprocs=3)
+    else:
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax_devices(seed)
+    print("all right")
