@@ -159,7 +159,10 @@ class Ready(NamedTuple):
         like, size = inputs[checked.at], checked.backward_bytes(wrt)
         framework = FRAMEWORKS[like.framework]
         outputs = checked.op.Gradients(
-            *[framework.empty(view, view.shape, view.dtype) if view.name in wrt else None for view in inputs]
+            *[
+                framework.empty(x, x.shape, checked.problem.gradient_dtype(x.name)) if x.name in wrt else None
+                for x in inputs
+            ]
         )
         stream = frameworks.stream_of(like)
         if size:

@@ -25,6 +25,7 @@ Reduction = Literal["none", "sum", "mean"]
 LAYOUTS = {"bhnd": "(batch, heads, rows, head dim)", "bnhd": "(batch, rows, heads, head dim)"}
 PRECISIONS = ("highest", "high")
 REDUCTIONS = ("none", "sum", "mean")
+WIDE = ("", "q", "k", "qk")
 
 if TYPE_CHECKING:
     from typing import TypedDict
@@ -208,6 +209,8 @@ class Options(NamedTuple):
     return_entropy: Annotated[bool, Row(flag, "bool", shared=False)] = False
     # Of calls whose keys are some of those that their rows see, which sharded calls make of themselves.
     some_keys: Annotated[bool, Row(flag, "bool", shared=False)] = False
+    # Of calls whose gradients are added to others, which sharded calls do.
+    wide_gradients: Annotated[str, Row(lambda name, value: choice(name, value, WIDE), "str", shared=False)] = ""
 
 
 class AttentionOptions(NamedTuple):

@@ -210,7 +210,8 @@ class Plan:
             + (f", {p.divergence}" if p.divergence != Problem.divergence else "")
             + "".join(f", {name} {x:g}" for name, x in p.parameters)
             + (", entropy" if p.entropy else "")
-            + (", some keys" if p.some_keys else ""),
+            + (", some keys" if p.some_keys else "")
+            + (f", wide gradients {p.wide_gradients}" if p.wide_gradients else ""),
             *(
                 f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
                 + (f", score {side.score}" if side.score != Side.score else "")

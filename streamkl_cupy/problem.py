@@ -133,6 +133,8 @@ class Problem:
     """Whether its rows see keys besides those of the call. Then a forward leaves the states of rows as their moments,
     and a backward, which reads what rows have of all their keys, takes nothing from keys on the strength of logit
     gradients that add up to 0."""
+    wide_gradients: str = ""
+    """Of queries "q", of keys "k": whose gradients are float32 beside 16-bit operands, for others to be added to."""
     op: str = ATTENTION_KL.name
     """The operation, by its name among `OPS`."""
     extras: tuple[Operand, ...] = ()
@@ -163,6 +165,12 @@ class Problem:
     def sides(self) -> dict[str, Side]:
         """All of them, in the order of the operation's operands."""
         return dict(zip(self.operation.sides, self.distributions, strict=True))
+
+    def gradient_dtype(self, name: str) -> str:
+        """Element type of the gradient of an operand."""
+        dtype = self.operand(name).dtype
+        wide = self.operation.operand[name].rows in self.wide_gradients
+        return "float32" if wide and dtype != "float64" else dtype
 
     @property
     def stat_dtype(self) -> str:

@@ -30,6 +30,7 @@ using StudentTile = Tile<SKL_S_ELEMENT, SKL_S_DIM>;
 
 using OutTile = OfSide<kSide, TeacherTile, StudentTile>::Type;
 using OutElement = OutTile::E;
+using WrittenElement = Written<OutTile::kCode>;
 
 constexpr int kTiles = kColumns / 8;
 constexpr int kOutTiles = OutTile::kDepth / 8;
@@ -148,7 +149,7 @@ __device__ inline void load_vectors(u32 to, const GradientArgs& args, int batch,
 // dear in the loop.
 __device__ inline void write(const GradientArgs& args, const Block& block, int first_head, int out_heads,
                              const Strip<kOutTiles>& out, int row, int exponent) {
-    constexpr int bytes = OutElement::kBytes;
+    constexpr int bytes = WrittenElement::kBytes;
     const Extents& n = args.n;
     const int lane = lane_id();
     Block again = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
@@ -180,7 +181,7 @@ __device__ inline void write(const GradientArgs& args, const Block& block, int f
                 const int column = 8 * d + Accumulators::first_column(lane);
                 const float x = kept ? out[m][d][Accumulators::element(half, 0)] * factor : 0.f,
                             y = kept ? out[m][d][Accumulators::element(half, 1)] * factor : 0.f;
-                store_two<OutTile>(head_base + (r * args.out.row + column) * bytes, column, x, y);
+                store_two<OutTile, WrittenElement>(head_base + (r * args.out.row + column) * bytes, column, x, y);
             }
         }
 }

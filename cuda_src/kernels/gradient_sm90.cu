@@ -49,6 +49,7 @@ using Student = SwizzledTile<SKL_S_ELEMENT, SKL_S_DIM>;
 
 using Out = OfSide<kSide, Teacher, Student>::Type;
 using OutElement = Element<Out::kCode>;
+using WrittenElement = Written<Out::kCode>;
 using Stats = RowStatsLayout<kColumns>;
 
 constexpr bool kNarrow = OutElement::kNarrowExponent;  // gradients of logits are scaled by powers of two
@@ -404,7 +405,7 @@ struct Consumer {
         const int warp_row = task.rows.begin + 16 * (thread_again() / 32);
         if (warp_row >= task.row_count) return;
         const int row = warp_row + Accumulators::first_row(lane);
-        constexpr int bytes = OutElement::kBytes;
+        constexpr int bytes = WrittenElement::kBytes;
         const Block& block = task.block;
         const int first_out = kRowsAreQueries ? task.segment.first_query : task.segment.first_key;
         const u64 head_base =
@@ -443,9 +444,9 @@ struct Consumer {
             for (int d = 0; d < kOutTiles; ++d) {
                 const int column = 8 * d + Accumulators::first_column(lane);
                 if (column < Out::kDim)
-                    OutElement::store_pair(head_base + (r * args.out.row + column) * bytes,
-                                           out[d][Accumulators::element(half, 0)],
-                                           out[d][Accumulators::element(half, 1)]);
+                    WrittenElement::store_pair(head_base + (r * args.out.row + column) * bytes,
+                                               out[d][Accumulators::element(half, 0)],
+                                               out[d][Accumulators::element(half, 1)]);
             }
         }
     }

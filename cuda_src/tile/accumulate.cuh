@@ -57,13 +57,14 @@ __device__ inline void accumulate(Strip<OUT_TILES>& out, const StripA<T::kCode, 
     }
 }
 
-// Stores the two neighbouring elements from `column` on of a row of T at `address`, as far as the row has them.
-template <class T>
+// Stores the two neighbouring elements from `column` on of a row of T, written as E, at `address`, as far as the row
+// has them.
+template <class T, class E = typename T::E>
 __device__ inline void store_two(u64 address, int column, float x, float y) {
     if (T::kHeadDim % 2 == 0 && column < T::kHeadDim) {
-        T::E::store_pair(address, x, y);
+        E::store_pair(address, x, y);
     } else {
-        if (column < T::kHeadDim) T::E::store(address, x);
-        if (column + 1 < T::kHeadDim) T::E::store(address + T::E::kBytes, y);
+        if (column < T::kHeadDim) E::store(address, x);
+        if (column + 1 < T::kHeadDim) E::store(address + E::kBytes, y);
     }
 }

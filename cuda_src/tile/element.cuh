@@ -9,6 +9,13 @@
 template <int CODE>
 struct Element;
 
+#ifndef SKL_WIDE
+#define SKL_WIDE 0
+#endif
+// What the gradient of the stationary operand is written as: floats where others are to be added to it.
+template <int CODE, bool WIDE = SKL_WIDE>
+using Written = Element<WIDE ? int(kF32) : CODE>;
+
 template <>
 struct Element<kBf16> {
     static constexpr int kBytes = 2;

@@ -445,6 +445,10 @@ class Kernel(ABC, Generic[Row]):
             constants["SKL_ENTROPY"] = 1
         if problem.some_keys and (work.float32 or not task.side):
             constants["SKL_SOME_KEYS"] = 1
+        if problem.wide_gradients and task.side and work.side.dtype != "float32":
+            constants["SKL_WIDE"] = int(task.stationary in problem.wide_gradients)
+            if len(task.results) > 1:
+                constants["SKL_WIDE_QUERIES"] = int("q" in problem.wide_gradients)
         together = ("scores/all.cuh",) if len(scores) > 1 else ()
         headers: dict[str, str | tuple[str, ...]] = {
             "divergence": divergence.header,

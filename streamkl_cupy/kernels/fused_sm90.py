@@ -206,7 +206,9 @@ class _Fused(Hopper[_Row]):
         fitting = super().fitting(work, facts)
         if self.packed(work).packed_rows:  # which takes registers as a mask does
             return tuple(row for row in fitting if not row.direct and row.max_mask > 0)
-        return tuple(row for row in fitting if not row.direct or work.problem.keys <= row.rows)
+        # What is written at once goes through a buffer of 16-bit numbers.
+        direct = "q" not in work.problem.wide_gradients
+        return tuple(row for row in fitting if not row.direct or (direct and work.problem.keys <= row.rows))
 
     def threads(self, tile: _Row) -> int:
         return THREADS

@@ -45,5 +45,10 @@ OP = Op(
     ),
     max_gradient_dim=256,
     rules=("divergence", "score", "mask"),
-    settings=(("divergence", "divergence"), ("return_entropy", "entropy"), ("some_keys", "some_keys")),
+    settings=(
+        ("divergence", "divergence"),
+        ("return_entropy", "entropy"),
+        ("some_keys", "some_keys"),
+        ("wide_gradients", "wide_gradients"),
+    ),
 )

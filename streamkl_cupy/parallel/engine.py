@@ -30,10 +30,9 @@ class Engine(Protocol):
         ...
 
 
-def call_of(arrays: tuple[Any, ...], options: Mapping[str, Any], some_keys: bool) -> Call:
-    """A call of the plain operation."""
-    call = Call.of(ATTENTION_KL, arrays, options)
-    return call._replace(options=call.options._replace(some_keys=True)) if some_keys else call
+def call_of(arrays: tuple[Any, ...], options: Mapping[str, Any], some_keys: bool = False, wide: str = "") -> Call:
+    """A call of the plain operation; `wide` says of which rows gradients are to be summed, "q", "k" or both."""
+    return Call.of(ATTENTION_KL, arrays, {**options, "some_keys": some_keys, "wide_gradients": wide})
 
 
 class Launching:

@@ -29,6 +29,8 @@ from .states import KLState, finish_kl_state, merge_kl_states, state_of_rows
 STRATEGIES = ("a2a", "all_gather", "all_gather_queries", "p2p")
 MERGING = ("all_gather_queries", "p2p")
 """Those that merge states of rows."""
+SUMMED = {"a2a": "", "all_gather": "k", "all_gather_queries": "q", "p2p": "qk"}
+"""Whose gradients are sums over ranks, of queries "q" and of keys "k"."""
 
 
 Part = tuple[slice, Any]
@@ -160,7 +162,8 @@ class Job:
 
     def plain(self, inputs: Sequence[Any], call: Piece) -> plain.Call:
         """A call of the plain operation."""
-        return call_of(self.arrays(inputs, call), call.block.options, self.some_keys)
+        wide = SUMMED[self.strategy] if self.ranks.size > 1 else ""
+        return call_of(self.arrays(inputs, call), call.block.options, self.some_keys, wide)
 
     def computed(self, calls: Iterable[Piece], inputs: Sequence[Any]) -> KLForwardRows[Any]:
         """The row results of a shard of rows."""

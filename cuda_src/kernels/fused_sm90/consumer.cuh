@@ -528,11 +528,12 @@ private:
             const u64 address =
                 args.out.pointer + (block.batch * args.out.batch + block.head * args.out.head +
                                     (item.segment.first_key + k) * args.out.row + Accumulators::first_column(lane)) *
-                                       E::kBytes;
+                                       KeyElement::kBytes;
 #pragma unroll
             for (int d = 0; d < GradSide::kDim / 8; ++d)
-                E::store_pair(address + 8 * d * E::kBytes, out[sub][d][Accumulators::element(half, 0)],
-                              out[sub][d][Accumulators::element(half, 1)]);
+                KeyElement::store_pair(address + 8 * d * KeyElement::kBytes,
+                                       out[sub][d][Accumulators::element(half, 0)],
+                                       out[sub][d][Accumulators::element(half, 1)]);
         }
     }
 };

@@ -24,6 +24,12 @@ using Student = SwizzledTile<SKL_S_ELEMENT, SKL_S_DIM>;
 using GradSide = OfSide<kSide, Teacher, Student>::Type;
 using ScoreSide = OfSide<1 - kSide, Teacher, Student>::Type;
 using E = Element<GradSide::kCode>;
+#ifndef SKL_WIDE_QUERIES
+#define SKL_WIDE_QUERIES 0
+#endif
+constexpr bool kWideQueries = SKL_WIDE_QUERIES;
+using KeyElement = Written<GradSide::kCode>;
+using QueryElement = Written<GradSide::kCode, kWideQueries>;
 using Stats = RowStatsLayout<kColumns>;
 
 constexpr int kGroups = kWarps / 4;
@@ -87,6 +93,7 @@ enum Barrier {
 constexpr int kWorkItemsAt = kBarriersAt + 8 * kBarriers;  // behind their ring's barriers, the last ones
 
 static_assert(!(kPacked && kDirect), "plan: packed tiles of queries have sums");
+static_assert(!(kWideQueries && kDirect), "plan: what is written at once goes through a buffer of 16-bit numbers");
 static_assert(kStagingTiles == 4 || kStagingTiles == 8, "plan: a chunk of dQ goes in one buffer or two");
 static_assert(kOutTiles <= 24, "plan: registers hold at most 192 columns of dK");
 static_assert(GradSide::kChunks % kWide == 0, "plan: products of dQ are equally wide");
@@ -197,7 +204,8 @@ struct Workspace : FusedWorkspace {
 
 // Where the gradient of query q of a segment has a column.
 __device__ inline u64 query_address(const Tensor4& out, int b, int h, const Segment& segment, int q, int column) {
-    return out.pointer + (b * out.batch + h * out.head + (segment.first_query + q) * out.row + column) * E::kBytes;
+    return out.pointer +
+           (b * out.batch + h * out.head + (segment.first_query + q) * out.row + column) * QueryElement::kBytes;
 }
 
 // Tiles of 8 columns in a 64-column chunk of the sums, and where thread `thread` of the dQ warpgroup has its four

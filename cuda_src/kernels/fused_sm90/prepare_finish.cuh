@@ -104,12 +104,19 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
                 const RowStats row = read_row_stats(args, mask, at.batch, to.head, to.query);
                 factor *= row.weight * plain_unscale(row);
             }
-            u32 packed[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
             const u64 address = query_address(all.fused.out_q, at.batch, to.head, at.segment, to.query, 8 * part);
-            *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            if constexpr (kWideQueries) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    QueryElement::store_pair(address + 2 * j * QueryElement::kBytes, (half ? x[j].z : x[j].x) * factor,
+                                             (half ? x[j].w : x[j].y) * factor);
+            } else {
+                u32 packed[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    packed[j] = half ? pack(x[j].z * factor, x[j].w * factor) : pack(x[j].x * factor, x[j].y * factor);
+                *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            }
         }
     }
 }
