@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .library import Library, library_of
+from .shards import Runs
 
 _T = TypeVar("_T")
 Pending = Callable[[], Any]
@@ -27,6 +28,11 @@ class Ranks(Protocol):
 
     def all_gather(self, x: Any) -> Pending:
         """(size, *shape) of everybody's arrays."""
+        ...
+
+    def gather_in_order(self, xs: Sequence[Any], axis: int, owners: tuple[Runs, ...]) -> Callable[[], list[Any]] | None:
+        """Start to bring everybody's shards together in the order of positions along an axis; None where there is no
+        better way than `all_gather`."""
         ...
 
     def reduce_scatter(self, x: Any) -> Pending:
@@ -66,6 +72,9 @@ class Known:
 
     def check(self, x: Any) -> None:
         pass
+
+    def gather_in_order(self, xs: Sequence[Any], axis: int, owners: tuple[Runs, ...]) -> Callable[[], list[Any]] | None:
+        return None
 
     def here(self, compute: Callable[[int], _T]) -> _T:
         return compute(self.rank)

@@ -113,12 +113,15 @@ class Job:
         out = self.library.full(x, self.extended(x, longest), x.dtype)
         return self.library.put(out, at(axis, slice(0, x.shape[axis])), x)
 
-    def gather(self, x: Any, owners: tuple[Runs, ...]) -> Pending:
-        """Start to bring all shards together, in the order of positions."""
+    def gather(self, xs: Sequence[Any], owners: tuple[Runs, ...]) -> Callable[[], list[Any]]:
+        """Start to bring all shards of arrays together, in the order of positions."""
+        axis = self.axes.rows
         if self.ranks.size == 1:
-            return lambda: in_order(self.library, [x], self.axes.rows, owners)
-        pending = self.ranks.all_gather(self.padded(x, owners))
-        return lambda: in_order(self.library, pending(), self.axes.rows, owners)
+            return lambda: [in_order(self.library, [x], axis, owners) for x in xs]
+        if (direct := self.ranks.gather_in_order(xs, axis, owners)) is not None:
+            return direct
+        pending = [self.ranks.all_gather(self.padded(x, owners)) for x in xs]
+        return lambda: [in_order(self.library, x(), axis, owners) for x in pending]
 
     def sent(self, x: Any, owners: tuple[Runs, ...], axis: int) -> Any:
         """Of an array in the order of positions, every rank's shard: (size, ...)."""
@@ -303,14 +306,15 @@ def _gathered(parts: list[tuple[Job, list[Any]]], kept: Any) -> Iterator[tuple[J
             yield job, [inputs[0], kept[2 * i], inputs[2], kept[2 * i + 1]]
         return
 
-    def start(i: int) -> list[Pending]:
+    def start(i: int) -> Callable[[], list[Any]]:
         job, inputs = parts[i]
-        return [job.gather(inputs[k], job.keys) for k in KEYS]
+        return job.gather([inputs[k] for k in KEYS], job.keys)
 
     pending = start(0)
     for i, (job, inputs) in enumerate(parts):
-        now, pending = pending, start(i + 1) if i + 1 < len(parts) else []
-        yield job, [inputs[0], now[0](), inputs[2], now[1]()]
+        now, pending = pending, start(i + 1) if i + 1 < len(parts) else pending
+        teacher_k, student_k = now()
+        yield job, [inputs[0], teacher_k, inputs[2], student_k]
 
 
 def _all_gather_forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
@@ -367,8 +371,7 @@ def _all_gather_backward(
 
 
 def _queries(job: Job, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    pending = [job.gather(inputs[i], job.rows) for i in QUERIES]
-    return tuple(x() for x in pending)
+    return tuple(job.gather([inputs[i] for i in QUERIES], job.rows)())
 
 
 def _queries_forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
@@ -393,8 +396,7 @@ def _queries_backward(
         kept = _queries(job, inputs)
     arrays = [kept[0], inputs[1], kept[1], inputs[3]]
     vectors = [grad, results.kl, results.teacher_lse, results.student_lse]
-    waiting = [job.gather(job.library.cast(x, results.kl.dtype), job.rows) for x in vectors]
-    whole_grad, *rows = [x() for x in waiting]
+    whole_grad, *rows = job.gather([job.library.cast(x, results.kl.dtype) for x in vectors], job.rows)()
 
     def compute(rank: int) -> dict[int, Any]:
         done = job.gradients(whole_grad, arrays, KLForwardRows(*rows), (_whole(job.rows), job.keys[rank]), wrt)

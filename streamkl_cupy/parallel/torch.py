@@ -13,11 +13,16 @@ from ..arguments import a_kind_of
 from ..results import KLForwardRows
 from .engine import NAMES
 from .ranks import Known, Pending
+from .shards import Runs, length, starts_of
 from .strategies import TABLE, Job
 
 # Renamed in torch 2.13.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+MOST_RUNS = 8
+"""Of a rank, that travel one by one."""
 
 
 class TorchRanks(Known):
@@ -26,6 +31,8 @@ class TorchRanks(Known):
     def __init__(self, group: Any) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
+        # Where pieces have to be copied from a buffer of the transport, fewer of them are better.
+        self._direct = "nccl" in self._backends().values()
         self.key = (group.group_name, self.rank, self.size)
 
     def all_gather(self, x: Tensor) -> Pending:
@@ -33,6 +40,40 @@ class TorchRanks(Known):
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(self.size)
         work = _gather(out, x.contiguous(), group=self._group, async_op=True)
         return self._after(work, out.view(self.size, *x.shape))
+
+    def gather_in_order(
+        self, xs: Sequence[Tensor], axis: int, owners: tuple[Runs, ...]
+    ) -> Callable[[], list[Tensor]] | None:
+        """From one rank's memory to its place in another's: positions lie one after the other, so runs of them are
+        contiguous, and nothing is put in order afterwards."""
+        if not self._direct or max(map(len, owners)) > MOST_RUNS:
+            return None
+        found: list[Tensor] = []
+        ops: list[Any] = []
+        for x in xs:
+            total = sum(map(length, owners))
+            x = x.movedim(axis, 0)
+            out = x.new_empty((total, *x.shape[1:]))
+            for (first, last), start in zip(owners[self.rank], starts_of(owners[self.rank])):
+                out[first:last] = x[start : start + last - first]
+            for step in range(1, self.size):
+                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+                for number, run in enumerate(owners[self.rank]):
+                    ops.append(self._p2p(dist.isend, out[slice(*run)], to, MOST_RUNS * len(found) + number))
+                for number, run in enumerate(owners[source]):
+                    ops.append(self._p2p(dist.irecv, out[slice(*run)], source, MOST_RUNS * len(found) + number))
+            found.append(out)
+        works = dist.batch_isend_irecv(ops) if ops else []
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return [x.movedim(0, axis) for x in found]
+
+        return wait
+
+    def _p2p(self, what: Any, x: Tensor, peer: int, tag: int) -> Any:
+        return dist.P2POp(what, x, dist.get_global_rank(self._group, peer), self._group, tag)
 
     def reduce_scatter(self, x: Tensor) -> Pending:
         out = x.new_empty(x.shape[1:])
@@ -51,12 +92,12 @@ class TorchRanks(Known):
         return out
 
     def shift(self, xs: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
-        after, before = (dist.get_global_rank(self._group, (self.rank + step) % self.size) for step in (1, -1))
+        after, before = ((self.rank + step) % self.size for step in (1, -1))
         sent = [x.contiguous() for x in xs]
         out = [torch.empty_like(x) for x in sent]
         # Tags tell them apart where a backend has no order.
-        ops = [dist.P2POp(dist.isend, x, after, self._group, tag) for tag, x in enumerate(sent)]
-        ops += [dist.P2POp(dist.irecv, x, before, self._group, tag) for tag, x in enumerate(out)]
+        ops = [self._p2p(dist.isend, x, after, tag) for tag, x in enumerate(sent)]
+        ops += [self._p2p(dist.irecv, x, before, tag) for tag, x in enumerate(out)]
         works = dist.batch_isend_irecv(ops)
 
         def wait() -> tuple[Tensor, ...]:
