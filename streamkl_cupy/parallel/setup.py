@@ -189,8 +189,9 @@ def _owners(ownership: Any, rows: list[int], keys: list[int]) -> tuple[tuple[Run
             runs = owned(total, size, ownership)
         for rank, (have, want) in enumerate(zip(sizes, map(length, runs), strict=True)):
             if have != want:
+                rule = repr(ownership) if isinstance(ownership, str) else "the one given"
                 raise ValueError(
-                    f"rank {rank} holds {have} {name} of {total}; ownership={ownership!r} over {size} ranks "
+                    f"rank {rank} holds {have} {name} of {total}; ownership={rule} over {size} ranks "
                     f"gives it {want}. Cut shards by streamkl_cupy.parallel.shard, or say which positions "
                     f"each rank holds: ownership is one of {', '.join(map(repr, OWNERSHIPS))} or an Ownership"
                 )

@@ -59,8 +59,9 @@ def merge_kl_states(*states: KLState) -> KLState:
         `KLState`, which merges further.
 
     Accuracy:
-        That of one call over all keys: |error| <= 2e-6 (1 + KL) in float32, however large logits are, since they are
-        told from references that occurred among them.
+        That of one call over all keys, |error| <= 2e-6 (1 + KL) in float32, since logits are told from references that
+        occurred among them, however large they are. But one call takes from float32 keys what all of them share, and
+        states do not: the logits of such keys are rounded whole.
 
     Raises:
         TypeError: no state, or arrays of several libraries.

@@ -1,0 +1,386 @@
+"""Sharded calls against one call: simulated ranks over NumPy, ranks of torch over gloo, JAX with several devices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamkl_cupy
+from streamkl_cupy import parallel, patterns
+from streamkl_cupy.parallel import KLState, LocalWorld, Ownership, finish_kl_state, merge_kl_states, positions, shard
+from streamkl_cupy.problem import INPUT_NAMES
+
+STRATEGIES = ("all_gather", "a2a", "all_gather_queries", "p2p")
+PROGRAMS = Path(__file__).with_name("parallel_programs.py")
+Array = np.ndarray[Any, Any]
+
+
+def arrays(rng: np.random.Generator, tokens: int, heads: int = 4, key_heads: int = 2, batch: int = 2) -> list[Array]:
+    """Float64 operands whose keys share a part, as keys do, with one that nobody may read."""
+    shapes = ((heads, 6), (key_heads, 6), (heads, 4), (key_heads, 4))
+    found = [rng.normal(size=(batch, n, tokens, d)) for n, d in shapes]
+    for keys in found[1::2]:
+        keys += 3 * rng.normal(size=(batch, keys.shape[1], 1, keys.shape[3]))
+    return found
+
+
+def check(full: list[Array], grad: Array, size: int, axis: int = 2, **options: Any) -> None:
+    """Rows, all four gradients, sums and means of all ranks, against one call."""
+    how = {name: options.pop(name) for name in ("strategy", "ownership", "head_groups") if name in options}
+    ownership = how.get("ownership", "zigzag")
+    rows = streamkl_cupy.attention_kl_forward(*full, **options)
+    grads = streamkl_cupy.attention_kl_backward(grad, *full, saved=rows, wrt=INPUT_NAMES, **options)
+    mean = streamkl_cupy.attention_kl(*full, reduction="mean", row_weight=np.abs(grad), **options)
+
+    def rank_of(rank: Any) -> Any:
+        mine = [shard(x, axis, rank.rank, size, ownership) for x in full]
+        part = shard(grad, axis, rank.rank, size, ownership)
+        found = parallel.attention_kl_forward(*mine, group=rank, **how, **options)
+        back = parallel.attention_kl_backward(part, *mine, saved=found, wrt=INPUT_NAMES, group=rank, **how, **options)
+        loss = {"reduction": "mean", "row_weight": np.abs(part), "group": rank}
+        return found, back, parallel.attention_kl(*mine, **loss, **how, **options)
+
+    for rank, (found, back, total) in enumerate(LocalWorld(size).run(rank_of)):
+        pairs = [pair for pair in zip((*found, *back), (*rows, *grads), strict=True) if pair[1] is not None]
+        for x, whole in pairs:
+            np.testing.assert_allclose(x, shard(whole, axis, rank, size, ownership), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(total, mean, rtol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_together_are_one_call(strategy: str, rng: np.random.Generator) -> None:
+    for size in map(int, rng.choice(np.arange(1, 9), 4, replace=False)):
+        key_heads = size if strategy == "a2a" else 2
+        heads = 2 * key_heads
+        tokens = int(rng.integers(size, 50))  # chunks of any length, some of them empty
+        full = arrays(rng, tokens, heads, key_heads, batch=1)
+        seen = rng.random((1, tokens)) < 0.9
+        for keys in full[1::2]:
+            keys[:, :, ~seen[0]] = np.nan
+        grad = rng.normal(size=full[0].shape[:-1])
+        options: dict[str, Any] = {"key_mask": seen, "teacher_scale": 0.4, "strategy": strategy}
+        diagonal = {"causal": True, "q_offset": int(rng.integers(-5, 2))}
+        check(full, grad, size, **options, **diagonal)
+        check(full, grad, size, ownership="contiguous", head_groups=2 if strategy == "all_gather" and size > 1 else None, **options)
+        order = rng.permutation(tokens)
+        where = [np.sort(x) for x in np.array_split(order, size)]
+        check(full, grad, size, ownership=where, **options, **diagonal)
+
+
+def masks(rng: np.random.Generator, tokens: int) -> dict[str, dict[str, Any]]:
+    sizes = np.sort(rng.integers(0, tokens, 5))
+    bounds = np.array([0, *sizes], np.int32)
+    pattern = patterns.local(50, queries=tokens, block=16, causal=True) | patterns.strided(
+        4, [0, 1, 2, 3], queries=tokens, block=16
+    )
+    lengths = {"key_lengths": rng.integers(0, tokens, 2).astype(np.int32)}
+    return {
+        "window": {"causal": True, "window": (20, 0)},
+        "two sides, lengths": {
+            "window": (9, 30),
+            "query_lengths": rng.integers(0, tokens, 2).astype(np.int32),
+            **lengths,
+        },
+        "masks": {
+            "causal": True,
+            "key_mask": rng.random((2, tokens)) < 0.7,
+            "query_mask": rng.random((2, tokens)) < 0.7,
+        },
+        "pattern": {"causal": True, "block_mask": pattern},
+        "packed": {"causal": True, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds},
+        "packed, unlike": {"window": (30, 3), "cu_seqlens_q": bounds, "cu_seqlens_k": np.sort(bounds // 2)},
+    }
+
+
+@pytest.mark.parametrize("name", ["window", "two sides, lengths", "masks", "pattern", "packed", "packed, unlike"])
+def test_masks_are_in_positions_of_the_whole(name: str, rng: np.random.Generator) -> None:
+    tokens = 192
+    options = masks(rng, tokens)[name]
+    packed = name.startswith("packed")
+    full = arrays(rng, tokens, 4, 4, batch=1 if packed else 2)
+    if packed:
+        full = [x[0].swapaxes(0, 1) for x in full]
+    grad = rng.normal(size=full[0].shape[:-1])
+    ownership = "contiguous" if name == "pattern" else str(rng.choice(["zigzag", "contiguous"]))
+    for strategy in STRATEGIES:
+        size = int(rng.choice([2, 4]))
+        check(full, grad, size, 0 if packed else 2, strategy=strategy, ownership=ownership, **options)
+
+
+@pytest.mark.parametrize("layout, axis", [("bhnd", 1), ("bnhd", 0), ("bhnd", 0)])
+def test_layouts_and_divergences(layout: str, axis: int, rng: np.random.Generator) -> None:
+    full = [x[0] for x in arrays(rng, 24, batch=1)]
+    if layout == "bnhd":
+        full = [x.swapaxes(0, 1) for x in full]
+    elif axis == 0:
+        full = [x[0] for x in full]
+    grad = rng.normal(size=full[0].shape[:-1])
+    for divergence in ("kl", "jsd"):
+        check(full, grad, 3, axis, causal=True, layout=layout, divergence=divergence, strategy="all_gather")
+
+
+def test_ranks_of_torch() -> None:
+    pytest.importorskip("torch")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run_program("torch", str(port))
+
+
+def test_devices_of_jax() -> None:
+    pytest.importorskip("jax")
+    run_program("jax")
+
+
+def run_program(kind: str, *more: str) -> None:
+    seed = str(np.random.default_rng().integers(10**6))
+    command = [sys.executable, str(PROGRAMS), kind, seed, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"seed {seed}:\n{done.stdout}{done.stderr}"
+    assert "all right" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_torch_programs_are_interrupted(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    full = [torch.from_numpy(x[0].astype(np.float32)) for x in arrays(rng, 24, batch=1)]
+    full[2].requires_grad_()
+
+    def loss(*inputs: Any) -> Any:
+        return parallel.attention_kl(*inputs, causal=True, reduction="mean", group=rank) * 2
+
+    def run(given: Any) -> Any:
+        nonlocal rank
+        rank = given
+        value = torch.compile(loss, backend="eager")(*full)
+        return value, torch.autograd.grad(value, full[2])[0]
+
+    rank: Any = None
+    ((value, grad),) = LocalWorld(1).run(run)
+    wanted = streamkl_cupy.attention_kl(*full, causal=True, reduction="mean") * 2
+    torch.testing.assert_close(value, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(grad, torch.autograd.grad(wanted, full[2])[0], rtol=1e-6, atol=1e-9)
+
+
+# States of rows
+
+
+def rows_of(logits: Any) -> tuple[Array, Array]:
+    """A query and keys whose products are these logits."""
+    return np.ones((1, 1)), np.asarray(logits, np.float64)[:, None]
+
+
+def states(teacher: Any, student: Any, cuts: tuple[int, ...], dtype: Any = np.float64) -> list[KLState]:
+    (q_t, k_t), (q_s, k_s) = (tuple(x.astype(dtype) for x in rows_of(logits)) for logits in (teacher, student))
+    ends = [0, *cuts, len(k_t)]
+    return [parallel.attention_kl_state(q_t, k_t[a:b], q_s, k_s[a:b]) for a, b in itertools.pairwise(ends)]
+
+
+def test_states_by_hand() -> None:
+    parts = states(np.log([4.0, 3, 2, 1]), np.zeros(4), (2,))
+    halves = [float(finish_kl_state(x).kl[0]) for x in parts]
+    np.testing.assert_allclose(halves, [0.010239, 0.056633], atol=5e-7)
+    kl, teacher_lse, student_lse = finish_kl_state(merge_kl_states(*parts))
+    np.testing.assert_allclose(
+        [kl[0], teacher_lse[0], student_lse[0]], [0.106440, math.log(10), math.log(4)], atol=5e-7
+    )
+
+
+@pytest.mark.parametrize(
+    "teacher, student, wanted",
+    [
+        ([0.0, -200.0], [-200.0, 0.0], 200.0),  # the mass of each lies with another rank
+        ([1e4, -1e4], [1e4, -1e4], 0.0),
+        ([-1e4, 1e4], [1e4, 1e4], math.log(2)),
+    ],
+)
+def test_states_far_apart(teacher: list[float], student: list[float], wanted: float) -> None:
+    for dtype in (np.float32, np.float64):
+        parts = states(teacher, student, (1,), dtype)
+        for order in (parts, parts[::-1]):
+            found = finish_kl_state(merge_kl_states(*order))
+            np.testing.assert_allclose(found.kl, [wanted], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shift, spread, noise", [(0, 1, 1), (0, 1, 1e-3), (40, 3, 1)])
+def test_merged_states_are_as_exact_as_one_call(
+    shift: float, spread: float, noise: float, rng: np.random.Generator
+) -> None:
+    """Merging ordinary results would lose what a log-sum-exp near `shift` cannot tell."""
+    teacher = (rng.normal(size=4096) * spread + shift).astype(np.float32)
+    student = (teacher + noise * rng.normal(size=4096) - shift / 2).astype(np.float32)
+    inputs = [x.astype(np.float32) for y in (teacher, student) for x in rows_of(y)]
+    exact = float(streamkl_cupy.attention_kl(*inputs)[0])
+    merged = merge_kl_states(*states(teacher, student, tuple(range(512, 4096, 512)), np.float32))
+    assert merged.teacher_sum.dtype == np.float32
+    assert abs(float(finish_kl_state(merged).kl[0]) - exact) <= 2e-6 * (1 + exact)
+
+
+def test_empty_states_and_nan() -> None:
+    some = states([1.0, 2.0], [0.0, 1.0], ())[0]
+    none = parallel.attention_kl_state(*(x for _ in range(2) for x in rows_of([5.0])), causal=True, q_offset=-1)
+    for order in ((some, none), (none, some)):
+        for x, y in zip(finish_kl_state(merge_kl_states(*order)), finish_kl_state(some), strict=True):
+            np.testing.assert_array_equal(x, y)
+    kl, teacher_lse, student_lse = finish_kl_state(merge_kl_states(none, none))
+    assert (kl[0], teacher_lse[0], student_lse[0]) == (0, -math.inf, -math.inf)
+    bad = states([np.nan, 1.0], [0.0, 1.0], ())[0]
+    assert all(np.isnan(x).all() for x in finish_kl_state(merge_kl_states(some, bad, none)))
+
+
+def test_planted_faults_are_seen(rng: np.random.Generator) -> None:
+    """What these tests compare differs by far more than their tolerance where a strategy goes wrong."""
+    teacher, student = rng.normal(size=(2, 64)) * 3
+    parts = states(teacher, student, (20,))
+    right = finish_kl_state(merge_kl_states(*parts))
+    without_move = [x._replace(difference=x.difference + (x.teacher_reference - x.student_reference)) for x in parts]
+    mean = np.mean([finish_kl_state(x).kl for x in parts])
+    assert abs(finish_kl_state(merge_kl_states(*without_move)).kl[0] - right.kl[0]) > 1e-3
+    assert abs(mean - right.kl[0]) > 1e-3
+    (q_t, k_t), (q_s, k_s) = rows_of(teacher), rows_of(student)
+    local = streamkl_cupy.attention_kl_forward(q_t, k_t[:20], q_s, k_s[:20])
+
+    def gradient(rows: Any) -> Any:
+        grads = streamkl_cupy.attention_kl_backward(np.ones(1), q_t, k_t[:20], q_s, k_s[:20], saved=rows)
+        return grads.student_k
+
+    assert np.abs(gradient(local) - gradient(right)).max() > 1e-3
+
+
+# Reductions, bits, mistakes
+
+
+def test_a_mean_is_of_all_rows_not_of_means() -> None:
+    """Rank 0 has rows of KL .1 to .5 that weigh something, rank 1 has rows that do not: a mean of means is half."""
+    values, weights = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 1, 1, 1]), np.array([1.0, 0, 2, 1, 1, 0, 0, 0])
+    # Of two keys, with the teacher's mass on the first: KL = log(1 + e^x), so x is known of a KL.
+    q_t, k_t = np.full((8, 1), 60.0), np.array([[1.0], [-1.0]])
+    q_s, k_s = np.log(np.expm1(values))[:, None], np.array([[0.0], [1.0]])
+    where = Ownership([range(5), range(5, 8)], [[0], [1]])
+
+    def rank_of(rank: Any) -> Any:
+        rows, keys = (slice(0, 5), slice(0, 1)) if rank.rank == 0 else (slice(5, 8), slice(1, 2))
+        mine = (q_t[rows], k_t[keys], q_s[rows], k_s[keys])
+        options = {"student_scale": 1.0, "group": rank, "ownership": where}
+        weighted = [
+            parallel.attention_kl(*mine, reduction=x, row_weight=weights[rows], **options) for x in ("sum", "mean")
+        ]
+        return *weighted, parallel.attention_kl(*mine, reduction="mean", **options)
+
+    for total, weighted, plain in LocalWorld(2).run(rank_of):
+        np.testing.assert_allclose([total, weighted, plain], [1.6, 0.32, values.mean()], rtol=1e-12)
+
+
+def test_one_rank_is_the_plain_call(rng: np.random.Generator) -> None:
+    full = [x.astype(np.float32) for x in arrays(rng, 33)]
+    rows = streamkl_cupy.attention_kl_forward(*full, causal=True)
+    grad = rng.random(rows.kl.shape).astype(np.float32)
+    grads = streamkl_cupy.attention_kl_backward(grad, *full, saved=rows, wrt=INPUT_NAMES, causal=True)
+    for strategy in STRATEGIES:
+
+        def rank_of(rank: Any, strategy: str = strategy) -> Any:
+            how = {"group": rank, "strategy": strategy, "causal": True}
+            found = parallel.attention_kl_forward(*full, **how)
+            return found, parallel.attention_kl_backward(grad, *full, saved=found, wrt=INPUT_NAMES, **how)
+
+        ((found, back),) = LocalWorld(1).run(rank_of)
+        for x, y in zip((*found, *back), (*rows, *grads), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_the_same_bits_from_run_to_run(rng: np.random.Generator) -> None:
+    full = [x.astype(np.float32) for x in arrays(rng, 40)]
+
+    def rank_of(rank: Any) -> Any:
+        mine = [shard(x, 2, rank.rank, 4) for x in full]
+        found = parallel.attention_kl_forward(*mine, group=rank, causal=True, strategy="p2p")
+        ones = np.ones_like(found.kl)
+        return *found, *parallel.attention_kl_backward(
+            ones, *mine, saved=found, group=rank, causal=True, strategy="p2p"
+        )
+
+    for first, second in zip(LocalWorld(4).run(rank_of), LocalWorld(4).run(rank_of), strict=True):
+        for x, y in zip(first, second, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "size, options, words",
+    [
+        (2, {"strategy": "ring"}, "strategy='ring' is unknown; allowed are"),
+        (2, {"ownership": "striped"}, "ownership='striped'; allowed are"),
+        (2, {"ownership": [[0, 1, 2], [2, 3]]}, "position 2 is owned twice"),
+        (2, {"ownership": [[0, 1], [3, 4]]}, "position 2 is owned by no rank"),
+        (2, {"ownership": [range(5), range(5, 12)]}, "rank 0 holds 6 rows"),
+        (3, {"strategy": "a2a"}, "numbers that 3 divides"),
+        (2, {"strategy": "p2p", "divergence": "jsd"}, "merges states of rows"),
+        (2, {"head_groups": 3}, "head_groups=3 does not divide"),
+        (2, {"key_mask": np.ones((1, 6), np.bool_)}, "masks are in positions of the whole sequence, 12 here"),
+        (2, {"key_lengths": np.ones(3, np.int32)}, "key_lengths: shape"),
+        (2, {"block_mask": patterns.full(queries=12)}, "inside a block of 64"),
+        (2, {"mesh": None}, "has no option 'mesh'"),
+    ],
+)
+def test_mistakes_are_errors_on_every_rank(
+    size: int, options: dict[str, Any], words: str, rng: np.random.Generator
+) -> None:
+    full = arrays(rng, 12, batch=1)
+    errors = []
+
+    def rank_of(rank: Any) -> None:
+        try:
+            parallel.attention_kl(*(shard(x, 2, rank.rank, size) for x in full), group=rank, **options)
+        except Exception as error:
+            errors.append(str(error))
+
+    LocalWorld(size).run(rank_of)
+    assert len(errors) == size
+    assert all(words in error for error in errors), errors
+
+
+def test_ranks_that_disagree_are_told(rng: np.random.Generator) -> None:
+    full = arrays(rng, 12, batch=1)
+    errors: dict[int, Exception] = {}
+
+    def rank_of(rank: Any) -> None:
+        mine = [shard(x, 2, rank.rank, 2) for x in full]
+        for mistake, words in (
+            ({"causal": rank.rank == 0}, "options differ"),
+            ({"strategy": STRATEGIES[rank.rank]}, "strategy differ"),
+            ({"key_lengths": np.ones(1 + rank.rank, np.int32)}, "masks differ"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                parallel.attention_kl(*mine, group=rank, **mistake)
+        try:
+            parallel.attention_kl(*(x[:, :, 1:] if rank.rank and i < 3 else x for i, x in enumerate(mine)), group=rank)
+        except (ValueError, RuntimeError) as error:
+            errors[rank.rank] = error
+
+    LocalWorld(2).run(rank_of)
+    assert isinstance(errors[1], ValueError)
+    assert "rank 1" in str(errors[0])
+
+
+def test_an_error_of_one_rank_ends_all(rng: np.random.Generator) -> None:
+    def rank_of(rank: Any) -> None:
+        if rank.rank == 1:
+            raise KeyError("mine")
+        rank.all_reduce(np.ones(1))
+
+    with pytest.raises(KeyError, match="mine"):
+        LocalWorld(3).run(rank_of)
+
+
+def test_zigzag_is_even() -> None:
+    for size in (2, 4, 8):
+        work = [int((x + 1).sum()) for x in positions(16 * size, size)]
+        assert len(set(work)) == 1
