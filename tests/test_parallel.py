@@ -69,7 +69,14 @@ def test_ranks_together_are_one_call(strategy: str, rng: np.random.Generator) ->
         options: dict[str, Any] = {"key_mask": seen, "teacher_scale": 0.4, "strategy": strategy}
         diagonal = {"causal": True, "q_offset": int(rng.integers(-5, 2))}
         check(full, grad, size, **options, **diagonal)
-        check(full, grad, size, ownership="contiguous", head_groups=2 if strategy == "all_gather" and size > 1 else None, **options)
+        check(
+            full,
+            grad,
+            size,
+            ownership="contiguous",
+            head_groups=2 if strategy == "all_gather" and size > 1 else None,
+            **options,
+        )
         order = rng.permutation(tokens)
         where = [np.sort(x) for x in np.array_split(order, size)]
         check(full, grad, size, ownership=where, **options, **diagonal)

@@ -11,17 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 from ..arguments import a_kind_of, choice
+from ..call import runner_for
+from ..frameworks import describe
 from ..ops import ATTENTION_KL
 from ..options import REDUCTIONS
+from ..problem import STUDENT
 from ..results import KLForward, KLForwardRows, KLGradients
 from ..rules import reductions
 from ..validate import wanted
 from .engine import Launching, call_of
 from .groups import ranks_of
 from .library import library_of
-from .setup import STATE_DIVERGENCES, Asked, Plain, job_of, plain
+from .setup import STATE_DIVERGENCES, Asked, Plain, job_of, plain, planned
+from .shards import length
 from .states import KLState, state_of_rows
 from .strategies import TABLE, Job
+from .traffic import ShardingPlan, traffic
 
 
 def attention_kl(
@@ -103,11 +108,11 @@ def attention_kl(
         return _in_shard_map(inputs, call, asked, axis_name, keep_gathered, (row_weight, reduction, return_lse))
     ranks = ranks_of(group, library)
     if library == "torch":
-        from . import torch as door
+        from .torch import rows, total, wanted_by_autograd
 
-        job = job_of(ranks, Launching(), inputs, call, asked._replace(wrt=door.wanted(inputs)))
-        kl, teacher_lse, student_lse = door.rows(job, inputs, keep_gathered)
-        add: Callable[[Any], Any] = functools.partial(door.total, ranks)
+        job = job_of(ranks, Launching(), inputs, call, asked._replace(wrt=wanted_by_autograd(inputs)))
+        kl, teacher_lse, student_lse = rows(job, inputs, keep_gathered)
+        add: Callable[[Any], Any] = functools.partial(total, ranks)
     else:
         job = job_of(ranks, Launching(), inputs, call, asked)
         found, _ = TABLE[job.strategy].forward(job, inputs)
@@ -121,7 +126,7 @@ def _in_shard_map(
     inputs: tuple[Any, ...], call: Plain, asked: Asked, axis: str | None, keep: bool, loss: tuple[Any, str, bool]
 ) -> Any:
     """The same of JAX arrays."""
-    from . import jax as door
+    from .jax import Static, axis_size, rows, total
 
     if not isinstance(axis, str):
         raise TypeError(
@@ -129,10 +134,10 @@ def _in_shard_map(
             f'of its mesh along which the ranks are: axis_name="cp"'
         )
     weight, reduction, return_lse = loss
-    static = door.Static(axis, door.axis_size(axis), call.options, tuple(call.given.items()), asked, keep)
-    kl, teacher_lse, student_lse = door.rows(static, inputs, dict(call.masks))
+    static = Static(axis, axis_size(axis), call.options, tuple(call.given.items()), asked, keep)
+    kl, teacher_lse, student_lse = rows(static, inputs, dict(call.masks))
     job = static.job(inputs, ())
-    value = reduced(job, kl, teacher_lse, weight, reduction, functools.partial(door.total, axis))
+    value = reduced(job, kl, teacher_lse, weight, reduction, functools.partial(total, axis))
     return KLForward(value, teacher_lse, student_lse) if return_lse else value
 
 
@@ -180,7 +185,7 @@ def attention_kl_backward(
     student_k: Any,
     *,
     saved: Any,
-    wrt: Any = ("student_q", "student_k"),
+    wrt: Any = STUDENT,
     group: Any = None,
     strategy: str = "auto",
     ownership: Any = "zigzag",
@@ -213,6 +218,149 @@ def attention_kl_backward(
     job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups, wrt))
     rows = KLForwardRows(saved.kl, saved.teacher_lse, saved.student_lse, moments=getattr(saved, "moments", None))
     return KLGradients(*TABLE[job.strategy].backward(job, grad, inputs, rows, None, wrt))
+
+
+def attention_kl_value_and_grad(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    row_weight: Any = None,
+    reduction: str = "mean",
+    wrt: Any = STUDENT,
+    group: Any = None,
+    strategy: str = "auto",
+    ownership: Any = "zigzag",
+    head_groups: int | None = None,
+    **options: Any,
+) -> tuple[Any, KLGradients[Any]]:
+    """`streamkl_cupy.attention_kl_value_and_grad` of the rows of all ranks, outside every autograd.
+
+    Args:
+        teacher_q: As in `streamkl_cupy.parallel.attention_kl`, as is all else.
+        teacher_k: Likewise.
+        student_q: Likewise.
+        student_k: Likewise.
+        row_weight: Likewise.
+        reduction: "mean" or "sum", of the rows of all ranks.
+        wrt: Names of the inputs to differentiate by, the same on every rank.
+        group: Likewise.
+        strategy: Likewise.
+        ownership: Likewise.
+        head_groups: Likewise.
+        **options: Likewise.
+
+    Returns:
+        The loss, equal on every rank, and `KLGradients` of this rank's shards.
+    """
+    choice("reduction", reduction, ("sum", "mean"))
+    inputs = (teacher_q, teacher_k, student_q, student_k)
+    call, wrt = plain("attention_kl_value_and_grad", options), wanted(ATTENTION_KL, wrt)
+    ranks = ranks_of(group, library_of("student_q", student_q))
+    job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups, wrt))
+    rows, kept = TABLE[job.strategy].forward(job, inputs)
+    xp = job.library.xp
+    value = reduced(job, rows.kl, rows.teacher_lse, row_weight, reduction, ranks.all_reduce)
+    share = reductions.reduce_rows(
+        xp, xp.ones_like(rows.kl), rows.teacher_lse, _weights(xp, rows.kl, row_weight), "none"
+    )
+    if reduction == "mean":
+        mass = ranks.all_reduce(share.sum())
+        share = xp.where(mass == 0, 0.0, share / xp.where(mass == 0, 1.0, mass))
+    return value, KLGradients(*TABLE[job.strategy].backward(job, share, inputs, rows, kept, wrt))
+
+
+def warmup(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    wrt: Any = STUDENT,
+    group: Any = None,
+    strategy: str = "auto",
+    ownership: Any = "zigzag",
+    head_groups: int | None = None,
+    **options: Any,
+) -> None:
+    """Have the ranks agree on a call, and compile and load all that this rank needs for it; launch nothing.
+
+    All ranks call it together, before a CUDA graph is captured or a loop is timed. Ranks that were called with other
+    shapes or options are told here, even where they have agreed on these before.
+
+    Args:
+        teacher_q: As in `streamkl_cupy.parallel.attention_kl`, as is all else.
+        teacher_k: Likewise.
+        student_q: Likewise.
+        student_k: Likewise.
+        wrt: Names of the inputs to differentiate by, the same on every rank.
+        group: Likewise.
+        strategy: Likewise.
+        ownership: Likewise.
+        head_groups: Likewise.
+        **options: Likewise.
+    """
+    inputs = (teacher_q, teacher_k, student_q, student_k)
+    call, wrt = plain("warmup", options), wanted(ATTENTION_KL, wrt)
+    ranks = ranks_of(group, library_of("student_q", student_q))
+    job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups, wrt), anew=True)
+    device = describe("student_q", student_q).device
+    for blocks in job.stand_ins(ranks.rank, inputs):
+        runner_for(blocks.problem(device)).warmup(wrt)
+
+
+def plan(
+    teacher_q: Any,
+    teacher_k: Any,
+    student_q: Any,
+    student_k: Any,
+    *,
+    size: int,
+    rank: int = 0,
+    wrt: Any = STUDENT,
+    strategy: str = "auto",
+    ownership: Any = "zigzag",
+    head_groups: int | None = None,
+    **options: Any,
+) -> ShardingPlan:
+    """What a rank of a sharded call would do: strategy, bytes, buffers, launches. Prints itself; asks nobody.
+
+    Args:
+        teacher_q: A shard as in `streamkl_cupy.parallel.attention_kl`, or anything with its shape and dtype; all ranks
+            hold as much.
+        teacher_k: Likewise.
+        student_q: Likewise.
+        student_k: Likewise.
+        size: How many ranks there are.
+        rank: Whose launches.
+        wrt: Names of the inputs to differentiate by.
+        strategy: As in `streamkl_cupy.parallel.attention_kl`, as is all else.
+        ownership: Likewise.
+        head_groups: Likewise.
+        **options: Likewise.
+
+    Returns:
+        `ShardingPlan`; `print` it.
+
+    Example:
+        >>> import numpy as np
+        >>> from streamkl_cupy import parallel
+        >>> q, k = np.empty((1, 32, 65536, 128), np.float16), np.empty((1, 8, 65536, 128), np.float16)
+        >>> print(parallel.plan(q, k, q, k, size=2, causal=True))
+        rank 0 of 2: all_gather (keys are 268,435,456 bytes to receive, queries and states of rows 1,115,684,864)
+          receives 268,435,456 B for rows, 268,435,456 B for gradients of student_q, student_k
+          holds 536,870,912 B of what is gathered, 1,073,741,824 B of gradients in float32 beside shards and gradients
+          rows 0 to 32,768 x keys 0 to 32,768
+          rows 98,304 to 131,072 x keys 0 to 131,072
+    """
+    inputs = (teacher_q, teacher_k, student_q, student_k)
+    call, wrt = plain("plan", options), wanted(ATTENTION_KL, wrt)
+    job, why = planned(rank, size, inputs, call, Asked(strategy, ownership, head_groups, wrt))
+    longest = (max(map(length, job.rows)), max(map(length, job.keys)))
+    moved = traffic(job.strategy, inputs, longest, size, job.axes.rows, wrt)
+    blocks = tuple((piece.block.rows, piece.block.keys) for piece in job.pieces(rank))
+    return ShardingPlan(rank, size, job.strategy, why, job.groups, moved, wrt, blocks)
 
 
 def attention_kl_state(teacher_q: Any, teacher_k: Any, student_q: Any, student_k: Any, **options: Any) -> KLState:

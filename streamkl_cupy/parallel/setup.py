@@ -17,11 +17,12 @@ from ..frameworks import describe
 from ..ops import ATTENTION_KL
 from ..options import MASK_ARRAYS, SHARED, Options, parse
 from .blocks import Whole
-from .engine import KEYS, NAMES, QUERIES, Engine
+from .engine import KEYS, NAMES, QUERIES, Engine, Launching
 from .library import Library, library_of
 from .ranks import Ranks
 from .shards import OWNERSHIPS, Ownership, Runs, check_owned, length, owned
 from .strategies import MERGING, STRATEGIES, Axes, Job
+from .traffic import traffic
 
 STATE_DIVERGENCES = ("kl",)
 """Those whose states of rows merge."""
@@ -52,6 +53,7 @@ class _Agreed(NamedTuple):
     keys: tuple[Runs, ...]
     strategy: str
     groups: int
+    why: str
 
 
 _agreed: dict[Any, _Agreed] = {}
@@ -71,8 +73,9 @@ def plain(function: str, given: Mapping[str, Any]) -> Plain:
     return Plain(options, masks, others)
 
 
-def job_of(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked) -> Job:
-    """What to do, the same on every rank; or the error that says on every rank why not."""
+def job_of(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked, anew: bool = False) -> Job:
+    """What to do, the same on every rank; or the error that says on every rank why not. With `anew` ranks compare what
+    they were called with even where they did so before."""
     trouble: Exception | None = None
     numbers = [0] * (3 + len(_COMPARED))
     key: Any = None
@@ -82,7 +85,7 @@ def job_of(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, ask
         compared = _compared(inputs, axes, call, asked)
         local = tuple(inputs[i].shape[axes.rows] for i in (QUERIES[0], KEYS[0]))
         key = (ranks.key, local, compared)
-        if key in _agreed:
+        if key in _agreed and not anew:
             return _job(ranks, engine, inputs, call, axes, _agreed[key])
         numbers = [1, *local, *map(_digest, compared)]
     except Exception as error:
@@ -105,7 +108,7 @@ def job_of(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, ask
             )
     rows, keys = _owners(asked.ownership, [row[1] for row in table], [row[2] for row in table])
     _check_whole(inputs, axes, call, (rows, keys), ranks.rank)
-    agreed = _Agreed(rows, keys, *_chosen(ranks, inputs, axes, call, asked))
+    agreed = _Agreed(rows, keys, *_chosen(ranks.size, inputs, axes, call, asked, (rows, keys)))
     while len(_agreed) >= LIMIT:
         _agreed.pop(next(iter(_agreed)), None)
     _agreed[key] = agreed
@@ -118,7 +121,28 @@ def job_without_exchange(ranks: Ranks, engine: Engine, inputs: Sequence[Any], ca
     rows, keys = (inputs[i].shape[axes.rows] for i in (QUERIES[0], KEYS[0]))
     owners = _owners(asked.ownership, [rows] * ranks.size, [keys] * ranks.size)
     _check_whole(inputs, axes, call, owners, 0)
-    return _job(ranks, engine, inputs, call, axes, _Agreed(*owners, *_chosen(ranks, inputs, axes, call, asked)))
+    agreed = _Agreed(owners[0], owners[1], *_chosen(ranks.size, inputs, axes, call, asked, owners))
+    return _job(ranks, engine, inputs, call, axes, agreed)
+
+
+class Anyone(NamedTuple):
+    """A rank that plans and moves nothing."""
+
+    rank: int
+    size: int
+    key: Any = None
+
+
+def planned(rank: int, size: int, inputs: Sequence[Any], call: Plain, asked: Asked) -> tuple[Job, str]:
+    """What a rank would do with shards like these, or with stand-ins of them, and why that strategy."""
+    axes = Axes.of(len(inputs[0].shape), call.options.layout, "cu_seqlens_q" in call.masks)
+    rows, keys = (inputs[i].shape[axes.rows] for i in (QUERIES[0], KEYS[0]))
+    owners = _owners(asked.ownership, [rows] * size, [keys] * size)
+    strategy, groups, why = _chosen(size, inputs, axes, call, asked, owners)
+    whole = Whole(size * rows, size * keys, call.options, call.masks, call.given).read()
+    ranks: Any = Anyone(rank, size)
+    library = Library("numpy")
+    return Job(ranks, Launching(), library, whole, *owners, axes, strategy, groups), why
 
 
 def _job(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, axes: Axes, agreed: _Agreed) -> Job:
@@ -222,34 +246,55 @@ def _check_whole(
     calls.Call.of(ATTENTION_KL, tuple(whole), {**given, **stand_ins}).problem(device)
 
 
-def _chosen(ranks: Ranks, inputs: Sequence[Any], axes: Axes, call: Plain, asked: Asked) -> tuple[str, int]:
-    """The strategy, and in how many steps the key heads go."""
+def _chosen(
+    size: int, inputs: Sequence[Any], axes: Axes, call: Plain, asked: Asked, owners: tuple[tuple[Runs, ...], ...]
+) -> tuple[str, int, str]:
+    """The strategy, in how many steps the key heads go, and why it is that strategy."""
     choice("strategy", asked.strategy, ("auto", *STRATEGIES))
-    strategy = "all_gather" if asked.strategy == "auto" or ranks.size == 1 else asked.strategy
     heads = [1 if axes.heads is None else inputs[k].shape[axes.heads] for k in KEYS]
-    if strategy == "a2a" and any(n % ranks.size for n in heads):
+    strategy, why = asked.strategy, "asked for"
+    merges = call.options.divergence in STATE_DIVERGENCES
+    if size == 1:
+        strategy, why = "all_gather", "one rank"
+    elif strategy == "auto":
+        strategy, why = _cheapest(size, inputs, axes, owners, merges)
+    if strategy == "a2a" and any(n % size for n in heads):
         raise ValueError(
-            f'strategy="a2a" gives each of {ranks.size} ranks as many whole key heads, but there are {heads[0]} of the '
-            f"teacher and {heads[1]} of the student; allowed are numbers that {ranks.size} divides. Say "
+            f'strategy="a2a" gives each of {size} ranks as many whole key heads, but there are {heads[0]} of the '
+            f"teacher and {heads[1]} of the student; allowed are numbers that {size} divides. Say "
             f'strategy="all_gather"'
         )
-    if strategy in MERGING and call.options.divergence not in STATE_DIVERGENCES:
+    if strategy in MERGING and not merges:
         raise NotImplementedError(
             f"strategy={strategy!r} merges states of rows, which is built for divergence {listed(STATE_DIVERGENCES)}; "
             f'{call.options.divergence!r} goes with strategy="all_gather" and "a2a"'
         )
     if asked.head_groups is None:
-        return strategy, 1
+        return strategy, 1, why
     groups = integer("head_groups", asked.head_groups)
     if strategy != "all_gather" or axes.heads is None:
         if groups != 1:
             raise ValueError(
                 f'head_groups={groups} is of strategy="all_gather" and inputs with heads; leave it out here'
             )
-        return strategy, 1
+        return strategy, 1, why
     if groups < 1 or any(n % groups for n in heads):
         raise ValueError(
             f"head_groups={groups} does not divide the {heads[0]} key heads of the teacher and {heads[1]} of "
             f"the student"
         )
-    return strategy, groups
+    return strategy, groups, why
+
+
+def _cheapest(
+    size: int, inputs: Sequence[Any], axes: Axes, owners: tuple[tuple[Runs, ...], ...], merges: bool
+) -> tuple[str, str]:
+    """Gather keys, unless queries with their states are fewer bytes."""
+    rows, keys = (max(map(length, x)) for x in owners)
+    of_keys, of_queries = (
+        traffic(x, inputs, (rows, keys), size, axes.rows, NAMES).forward for x in ("all_gather", "all_gather_queries")
+    )
+    bytes_of = f"keys are {of_keys:,} bytes to receive, queries and states of rows {of_queries:,}"
+    if of_queries < of_keys and merges:
+        return "all_gather_queries", bytes_of
+    return "all_gather", bytes_of

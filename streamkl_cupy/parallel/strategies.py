@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from .. import call as plain
+from ..call import Call
 from ..results import KLForwardRows
 from ..rules.divergences import DIVERGENCES
 from .blocks import Block, Whole
@@ -74,6 +75,33 @@ class Job:
     strategy: str
     groups: int = 1
     """In how many steps the key heads go, so that one is on its way while another is computed."""
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """All that a rank computes, of the arrays that it has then: whole ones, but for its own shards."""
+        rows, keys = _whole(self.rows), _whole(self.keys)
+        if self.strategy == "all_gather":
+            return list(self.calls(self.rows[rank], keys))
+        if self.strategy == "all_gather_queries":
+            return list(self.calls(rows, self.keys[rank]))
+        if self.strategy == "p2p":
+            held = [(rank - step) % self.ranks.size for step in range(self.ranks.size)]
+            return [piece for holder in held for piece in self.calls(self.rows[rank], self.keys[holder])]
+        return list(self.calls(rows, keys))
+
+    def stand_ins(self, rank: int, inputs: Sequence[Any]) -> Iterator[Call]:
+        """The calls of the plain operation that a rank makes, with stand-ins for arrays."""
+        heads = self.axes.heads
+        part = self
+        if self.strategy == "a2a" and heads is not None:
+            part = _some_heads(self, inputs[2].shape[heads], rank)
+        for piece in part.pieces(rank):
+            rows, keys = (x[1] - x[0] for x in (piece.block.rows, piece.block.keys))
+            shapes = [list(self.extended(x, rows if i in QUERIES else keys)) for i, x in enumerate(inputs)]
+            for shape in shapes:
+                if heads is not None:
+                    shape[heads] //= self.ranks.size if self.strategy == "a2a" else self.groups
+            arrays = [SimpleNamespace(shape=tuple(shape), dtype=x.dtype) for shape, x in zip(shapes, inputs)]
+            yield self.call_of(tuple(arrays), piece)
 
     @property
     def some_keys(self) -> bool:
@@ -163,14 +191,18 @@ class Job:
             outs = [self.library.put(out, at(self.axes.rows, where), x) for out, x in zip(outs, there, strict=True)]
         return KLForwardRows(outs[0], outs[1], outs[2], moments=outs[3] if moments else None)
 
-    def plain(self, inputs: Sequence[Any], call: Piece) -> plain.Call:
+    def as_call(self, inputs: Sequence[Any], call: Piece) -> Call:
         """A call of the plain operation."""
+        return self.call_of(self.arrays(inputs, call), call)
+
+    def call_of(self, arrays: tuple[Any, ...], piece: Piece) -> Call:
+        """A call of the plain operation with these arrays."""
         wide = SUMMED[self.strategy] if self.ranks.size > 1 else ""
-        return call_of(self.arrays(inputs, call), call.block.options, self.some_keys, wide)
+        return call_of(arrays, piece.block.options, self.some_keys, wide)
 
     def computed(self, calls: Iterable[Piece], inputs: Sequence[Any]) -> KLForwardRows[Any]:
         """The row results of a shard of rows."""
-        return self.rows_of([(c.rows, self.engine.forward(self.plain(inputs, c))) for c in calls], inputs)
+        return self.rows_of([(c.rows, self.engine.forward(self.as_call(inputs, c))) for c in calls], inputs)
 
     def state(self, inputs: Sequence[Any], rows: Runs, keys: Runs) -> KLState:
         """What a shard of keys contributes to a shard of rows."""
@@ -199,7 +231,7 @@ class Job:
         for call in self.calls(*runs):
             kl, teacher_lse, student_lse, _, _, moments = self.cut_rows(results, call.rows)
             saved = (self.cut(grad, call.rows), teacher_lse, student_lse, kl, moments)
-            found.append((call, self.engine.backward(saved, self.plain(inputs, call), wrt)))
+            found.append((call, self.engine.backward(saved, self.as_call(inputs, call), wrt)))
         return found
 
     def total(self, parts: Sequence[Part], like: Any, size: int, exact: bool = False) -> Any:

@@ -218,7 +218,7 @@ def total(ranks: Any, x: Tensor) -> Tensor:
     return found
 
 
-def wanted(inputs: Sequence[Any]) -> tuple[str, ...]:
+def wanted_by_autograd(inputs: Sequence[Any]) -> tuple[str, ...]:
     """What autograd will ask for."""
     if not torch.is_grad_enabled():
         return ()
