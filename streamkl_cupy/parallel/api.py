@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..arguments import a_kind_of, choice
@@ -262,9 +263,8 @@ def attention_kl_value_and_grad(
     rows, kept = TABLE[job.strategy].forward(job, inputs)
     xp = job.library.xp
     value = reduced(job, rows.kl, rows.teacher_lse, row_weight, reduction, ranks.all_reduce)
-    share = reductions.reduce_rows(
-        xp, xp.ones_like(rows.kl), rows.teacher_lse, _weights(xp, rows.kl, row_weight), "none"
-    )
+    one = xp.ones_like(rows.kl)
+    share = reductions.reduce_rows(xp, one, rows.teacher_lse, one if row_weight is None else row_weight, "none")
     if reduction == "mean":
         mass = ranks.all_reduce(share.sum())
         share = xp.where(mass == 0, 0.0, share / xp.where(mass == 0, 1.0, mass))
@@ -358,8 +358,11 @@ def plan(
     call, wrt = plain("plan", options), wanted(ATTENTION_KL, wrt)
     job, why = planned(rank, size, inputs, call, Asked(strategy, ownership, head_groups, wrt))
     longest = (max(map(length, job.rows)), max(map(length, job.keys)))
-    moved = traffic(job.strategy, inputs, longest, size, job.axes.rows, wrt)
     blocks = tuple((piece.block.rows, piece.block.keys) for piece in job.pieces(rank))
+    moved = traffic(job.strategy, inputs, longest, size, job.axes.rows, wrt)
+    if job.strategy == "all_gather" and size > 1:  # what each launch leaves, and the sums that are sent
+        each = moved.sums // (2 * size * longest[1])
+        moved = replace(moved, sums=each * (sum(k[1] - k[0] for _, k in blocks) + size * longest[1]))
     return ShardingPlan(rank, size, job.strategy, why, job.groups, moved, wrt, blocks)
 
 
