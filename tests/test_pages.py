@@ -11,7 +11,7 @@ import pytest
 from test_examples import python
 
 import streamkl_cupy
-from streamkl_cupy import patterns
+from streamkl_cupy import parallel, patterns
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import ARRAYS
 from streamkl_cupy.rules.masks.interface import Chosen
@@ -114,7 +114,9 @@ def test_every_option_of_a_mask_is_on_the_page_of_masks() -> None:
 def test_everything_public_is_on_the_page_of_the_api() -> None:
     listed = re.findall(r"^.. auto\w+:: (\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) == len(set(listed))
-    assert set(listed) == {*streamkl_cupy.__all__, *patterns.__all__} - {"patterns"}
+    assert set(listed) == {*streamkl_cupy.__all__, *patterns.__all__} - {"patterns", "parallel"}
+    page = (DOCS / "context_parallel.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^.. auto\w+:: (\w+)$", page, re.MULTILINE)) == set(parallel.__all__)
 
 
 @pytest.mark.parametrize("page", ["support.md", "recipes.md"])
