@@ -1,4 +1,4 @@
-"""One sequence over several processes in PyTorch: each holds a shard, and the loss and gradients are those of the whole.
+"""One sequence over several processes in PyTorch: each holds a shard, loss and gradients are those of the whole.
 
 Every process calls `streamkl_cupy.parallel.attention_kl` with its shard and the process group that is there. Then each
 strategy is checked against one process that has the whole sequence, with what it moves and how long it takes.

@@ -1,7 +1,8 @@
-"""What tests of sharded calls start as processes of their own: ranks of torch, and JAX with several devices.
+"""What tests of sharded calls start as processes of their own: ranks of torch and of MPI, JAX with several devices.
 
-python parallel_programs.py torch SEED        three processes over gloo, two of which are a group as well
-python parallel_programs.py jax SEED          four devices of the CPU
+python parallel_programs.py torch SEED PORT                 three processes over gloo, two of them a group as well
+python parallel_programs.py jax SEED                        four devices of the CPU
+mpiexec -n 3 python parallel_programs.py mpi SEED
 """
 
 from __future__ import annotations
@@ -144,12 +145,36 @@ def jax_devices(seed: int) -> None:
     check("p2p", True, True)
 
 
+def mpi_ranks(seed: int) -> None:
+    from mpi4py import MPI
+
+    import streamkl_cupy as skl
+    from streamkl_cupy import parallel as cp
+
+    world = MPI.COMM_WORLD
+    rank, size = world.Get_rank(), world.Get_size()
+    full = numbers(seed, 12, 6, 53)
+    rows = skl.attention_kl_forward(*full, causal=True)
+    grads = skl.attention_kl_backward(rows.kl, *full, saved=rows, wrt=ALL, causal=True)
+    mean = skl.attention_kl(*full, causal=True, reduction="mean")
+    for strategy in STRATEGIES:
+        mine = [cp.shard(x, 2, rank, size) for x in full]
+        how: dict[str, Any] = {"causal": True, "strategy": strategy, "group": world}
+        found = cp.attention_kl_forward(*mine, **how)
+        back = cp.attention_kl_backward(found.kl, *mine, saved=found, wrt=ALL, **how)
+        for x, y in zip((*found, *back), (*rows, *grads)):
+            close(strategy, x, cp.shard(y, 2, rank, size), 1e-5)
+        close(strategy, cp.attention_kl(*mine, reduction="mean", **how), mean)
+
+
 if __name__ == "__main__":
     kind, seed = sys.argv[1], int(sys.argv[2])
     if kind == "torch":
         import torch.multiprocessing as mp
 
         mp.spawn(torch_ranks, (int(sys.argv[3]), seed), nprocs=3)
+    elif kind == "mpi":
+        mpi_ranks(seed)
     else:
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
         os.environ["JAX_PLATFORMS"] = "cpu"

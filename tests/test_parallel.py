@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 import socket
 import subprocess
 import sys
@@ -147,9 +148,16 @@ def test_devices_of_jax() -> None:
     run_program("jax")
 
 
-def run_program(kind: str, *more: str) -> None:
+def test_ranks_of_mpi() -> None:
+    pytest.importorskip("mpi4py")
+    if (start := shutil.which("mpiexec")) is None:
+        pytest.skip("needs mpiexec, which is not installed")
+    run_program("mpi", before=(start, "-n", "3"))
+
+
+def run_program(kind: str, *more: str, before: tuple[str, ...] = ()) -> None:
     seed = str(np.random.default_rng().integers(10**6))
-    command = [sys.executable, str(PROGRAMS), kind, seed, *more]
+    command = [*before, sys.executable, str(PROGRAMS), kind, seed, *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"seed {seed}:\n{done.stdout}{done.stderr}"
     assert "all right" in done.stdout
