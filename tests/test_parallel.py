@@ -163,6 +163,36 @@ def run_program(kind: str, *more: str, before: tuple[str, ...] = ()) -> None:
     assert "all right" in done.stdout
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_ranks_on_one_gpu(dtype: str, rng: np.random.Generator) -> None:
+    """Kernels that leave states and wide gradients, against one call."""
+    cupy = pytest.importorskip("cupy")
+    shapes = ((16, 64), (8, 64), (16, 128), (8, 128))
+    full = [cupy.asarray(rng.normal(size=(1, n, 777, d)).astype(dtype)) for n, d in shapes]
+    rows = streamkl_cupy.attention_kl_forward(*full, causal=True)
+    grad = cupy.asarray(rng.random(rows.kl.shape).astype(np.float32))
+    grads = streamkl_cupy.attention_kl_backward(grad, *full, saved=rows, wrt=INPUT_NAMES, causal=True)
+    for strategy in STRATEGIES:
+
+        def rank_of(rank: Any, strategy: str = strategy) -> Any:
+            mine = [shard(x, 2, rank.rank, rank.size) for x in full]
+            how = {"causal": True, "strategy": strategy, "group": rank}
+            found = parallel.attention_kl_forward(*mine, **how)
+            part = shard(grad, 2, rank.rank, rank.size)
+            return found, parallel.attention_kl_backward(part, *mine, saved=found, wrt=INPUT_NAMES, **how)
+
+        size = int(rng.choice([2, 4, 8]))
+        for rank, (found, back) in enumerate(LocalWorld(size).run(rank_of)):
+            kl = shard(rows.kl, 2, rank, size)
+            assert float(cupy.abs(found.kl - kl).max()) <= 2e-6 * (1 + float(kl.max()))
+            for x, whole in zip(back, grads, strict=True):
+                wanted = shard(whole, 2, rank, size).astype("float64")
+                apart = cupy.linalg.norm(x.astype("float64") - wanted) / cupy.linalg.norm(wanted)
+                assert x.dtype == whole.dtype
+                assert float(apart) <= (1e-3 if dtype == "float16" else 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_torch_programs_are_interrupted(rng: np.random.Generator) -> None:
