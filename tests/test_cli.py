@@ -365,6 +365,12 @@ def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert install.command("bench") in capsys.readouterr().err
 
 
+def test_bench_on_fewer_gpus_than_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    assert main(["bench", "--op", "context_parallel", "--ranks", "64"]) == 2
+    assert "--ranks 64, but there are" in capsys.readouterr().err
+
+
 def test_bench_on_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     if frameworks.current_gpu() is not None:
         pytest.skip("there is one")

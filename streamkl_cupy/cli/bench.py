@@ -16,7 +16,7 @@ import numpy as np
 from .. import frameworks
 from ..api import attention_kl_forward, attention_kl_value_and_grad
 from ..testing.timing import DeviceTimer, HostTimer, Outcome, Timer, Variant, host_cost, measure
-from . import environment, report
+from . import context_parallel, environment, report
 from .cases import PASSES, Case, home_of, inputs, to_float64, torch_missing
 from .peers import KEYS, Ours, Peer, peers
 from .values import dims, positive, results, seconds
@@ -28,6 +28,7 @@ examples:
   python -m streamkl_cupy bench --sizes 4k 16k 64k --dims 64 --causal --peers streamkl cudnn
   python -m streamkl_cupy bench --published --out examples/benchmarks --name h100
   python -m streamkl_cupy bench --device cpu --plot
+  python -m streamkl_cupy bench --op context_parallel            sharded calls on two GPUs beside one, in one table
   python -m streamkl_cupy bench --yardstick my_kernels.py        a module with forward and backward joins in
 
 passes
@@ -114,6 +115,10 @@ CPU_ALL_PASSES = 4096
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
+    parser.add_argument(
+        "--op", choices=["attention_kl", "context_parallel"], default="attention_kl", help="what is timed (%(default)s)"
+    )
+    parser.add_argument("--ranks", type=positive, default=2, help="GPUs, of context_parallel (%(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: the GPU where one is usable, else the CPU")
     parser.add_argument("--sizes", nargs="+", type=positive, metavar="N", help="keys and query rows; 4096 or 4k")
     parser.add_argument("--queries", type=positive, metavar="M", help="query rows, where not N")
@@ -137,6 +142,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Carry the command out; the exit code."""
+    if options.op == "context_parallel":
+        return context_parallel.run(options)
     if options.plot:
         report.require_matplotlib()
     device = options.device or ("cuda" if frameworks.current_gpu() is not None else "cpu")
