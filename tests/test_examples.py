@@ -202,7 +202,7 @@ def test_sparse_attention(tmp_path: Path) -> None:
         pytest.param("context_parallel_torch.py", ("--tokens", "64"), marks=needs("torch")),
         pytest.param(
             "context_parallel_jax.py",
-            ("--tokens", "64", "--strategies", "a2a", "all_gather_queries"),
+            ("--tokens", "64", "--strategies", "a2a"),
             marks=needs("jax"),
         ),
     ],

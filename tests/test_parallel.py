@@ -282,6 +282,19 @@ def test_empty_states_and_nan() -> None:
     assert all(np.isnan(x).all() for x in finish_kl_state(merge_kl_states(some, bad, none)))
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
+def test_states_of_every_library(library: str, rng: np.random.Generator) -> None:
+    xp = pytest.importorskip(library)
+    full = [x.astype(np.float32) for x in arrays(rng, 40, batch=1)]
+    rows = streamkl_cupy.attention_kl_forward(*full)
+    q_t, k_t, q_s, k_s = (xp.asarray(x) for x in full)
+    parts = [parallel.attention_kl_state(q_t, k_t[:, :, a:b], q_s, k_s[:, :, a:b]) for a, b in ((0, 15), (15, 40))]
+    found = finish_kl_state(merge_kl_states(*parts))
+    for x, y in zip(found, rows, strict=True):
+        assert type(x) is type(q_t)
+        np.testing.assert_allclose(np.asarray(x), y, rtol=1e-5, atol=1e-5)
+
+
 def test_planted_faults_are_seen(rng: np.random.Generator) -> None:
     """What these tests compare differs by far more than their tolerance where a strategy goes wrong."""
     teacher, student = rng.normal(size=(2, 64)) * 3

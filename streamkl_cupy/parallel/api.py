@@ -20,7 +20,7 @@ from ..problem import STUDENT
 from ..results import KLForward, KLForwardRows, KLGradients
 from ..rules import reductions
 from ..validate import wanted
-from .engine import Launching, call_of
+from .engine import Engine, Launching, call_of
 from .groups import ranks_of
 from .library import library_of
 from .setup import STATE_DIVERGENCES, Asked, Plain, job_of, plain, planned
@@ -115,7 +115,7 @@ def attention_kl(
         kl, teacher_lse, student_lse = rows(job, inputs, keep_gathered)
         add: Callable[[Any], Any] = functools.partial(total, ranks)
     else:
-        job = job_of(ranks, Launching(), inputs, call, asked)
+        job = job_of(ranks, _engine(library), inputs, call, asked)
         found, _ = TABLE[job.strategy].forward(job, inputs)
         kl, teacher_lse, student_lse = found[:3]
         add = ranks.all_reduce
@@ -172,8 +172,9 @@ def attention_kl_forward(
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call = plain("attention_kl_forward", options)
-    ranks = ranks_of(group, library_of("student_q", student_q))
-    job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups))
+    library = library_of("student_q", student_q)
+    ranks = ranks_of(group, library)
+    job = job_of(ranks, _engine(library), inputs, call, Asked(strategy, ownership, head_groups))
     rows, _ = TABLE[job.strategy].forward(job, inputs)
     return rows if rows.moments is not None else KLForward(*rows[:3])
 
@@ -215,8 +216,9 @@ def attention_kl_backward(
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call, wrt = plain("attention_kl_backward", options), wanted(ATTENTION_KL, wrt)
-    ranks = ranks_of(group, library_of("student_q", student_q))
-    job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups, wrt))
+    library = library_of("student_q", student_q)
+    ranks = ranks_of(group, library)
+    job = job_of(ranks, _engine(library), inputs, call, Asked(strategy, ownership, head_groups, wrt))
     rows = KLForwardRows(saved.kl, saved.teacher_lse, saved.student_lse, moments=getattr(saved, "moments", None))
     return KLGradients(*TABLE[job.strategy].backward(job, grad, inputs, rows, None, wrt))
 
@@ -258,8 +260,9 @@ def attention_kl_value_and_grad(
     choice("reduction", reduction, ("sum", "mean"))
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call, wrt = plain("attention_kl_value_and_grad", options), wanted(ATTENTION_KL, wrt)
-    ranks = ranks_of(group, library_of("student_q", student_q))
-    job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups, wrt))
+    library = library_of("student_q", student_q)
+    ranks = ranks_of(group, library)
+    job = job_of(ranks, _engine(library), inputs, call, Asked(strategy, ownership, head_groups, wrt))
     rows, kept = TABLE[job.strategy].forward(job, inputs)
     xp = job.library.xp
     value = reduced(job, rows.kl, rows.teacher_lse, row_weight, reduction, ranks.all_reduce)
@@ -303,8 +306,9 @@ def warmup(
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call, wrt = plain("warmup", options), wanted(ATTENTION_KL, wrt)
-    ranks = ranks_of(group, library_of("student_q", student_q))
-    job = job_of(ranks, Launching(), inputs, call, Asked(strategy, ownership, head_groups, wrt), anew=True)
+    library = library_of("student_q", student_q)
+    ranks = ranks_of(group, library)
+    job = job_of(ranks, _engine(library), inputs, call, Asked(strategy, ownership, head_groups, wrt), anew=True)
     device = describe("student_q", student_q).device
     for blocks in job.stand_ins(ranks.rank, inputs):
         runner_for(blocks.problem(device)).warmup(wrt)
@@ -388,7 +392,8 @@ def attention_kl_state(teacher_q: Any, teacher_k: Any, student_q: Any, student_k
             f"divergence={divergence!r} has no states that merge; built are those of {', '.join(STATE_DIVERGENCES)}"
         )
     arrays = (teacher_q, teacher_k, student_q, student_k)
-    return state_of_rows(Launching().forward(call_of(arrays, options, True)))
+    engine = _engine(library_of("student_q", student_q))
+    return state_of_rows(engine.forward(call_of(arrays, options, True)))
 
 
 def reduced(job: Job, kl: Any, lse: Any, weight: Any, reduction: str, add: Callable[[Any], Any]) -> Any:
@@ -404,6 +409,15 @@ def reduced(job: Job, kl: Any, lse: Any, weight: Any, reduction: str, add: Calla
     mass = reductions.reduce_rows(xp, one, lse, one if weight is None else weight, "sum")
     value, mass = add(xp.stack([total, mass]))
     return xp.where(mass == 0, 0.0, value / xp.where(mass == 0, 1.0, mass))
+
+
+def _engine(library: str) -> Engine:
+    """What computes a block of arrays of a library."""
+    if library != "jax":
+        return Launching()
+    from .jax import Traced
+
+    return Traced()
 
 
 def _outside_programs(function: Callable[..., Any]) -> Callable[..., Any] | None:
