@@ -376,6 +376,16 @@ def test_patterns_with_nothing_in_a_row_and_a_column(
     assert (grads.key[np.isnan(x[1])] == 0).all()
 
 
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("rise", [60.0, -60.0])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_logits_that_rise_or_fall_along_the_keys(core: Any, rng: np.random.Generator, rise: float, dtype: str) -> None:
+    """Sums move with their reference at every tile, or underflow in later ones."""
+    q, k, v = inputs(rng, 60, 150, (8, 8), (2, 1))
+    q[..., 0], k[..., 0] = 1 + 0.2 * np.abs(q[..., 0]), np.linspace(0, rise, 150)
+    judge(core, (q, k, v), {"scale": float(rng.uniform(0.9, 1.1)), "causal": True}, dtype, rng=rng, hard=True)
+
+
 def test_heads_that_share_keys_add_up_their_gradients(core: Any, rng: np.random.Generator) -> None:
     x = inputs(rng, 24, 40, (16, 8), (6, 2), B=1)
     repeated = (x[0], *(np.repeat(a, 3, axis=1) for a in x[1:]))
