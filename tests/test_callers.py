@@ -45,8 +45,8 @@ class Op:
     backward: Callable[..., Any]
     """(rows of a forward, ones for each of them, arrays, options) -> gradients of the loss."""
     value_and_grad: Callable[..., Any]
-    make: Callable[[int], Any]
-    """Arrays and options of a seed, exact in float16, all of one shape."""
+    make: Callable[..., Any]
+    """(seed, extents by name) -> arrays that are exact in float16, all of one shape where no extents are given."""
     expected: Callable[..., tuple[float, list[Any]]]
     """Sum of the values and its gradients, in float64."""
     beside: Callable[..., Any]
@@ -100,6 +100,11 @@ def expected_squares(arrays: Any, options: dict[str, Any]) -> tuple[float, list[
     return (out**2).sum(), [g.value for g in attention.backward(2 * out, None, *arrays, **options)]
 
 
+def attention_arrays(seed: int, **extents: int) -> Any:
+    query, key, _, value = make(seed=seed, causal=True, **{**SHAPE, **extents}).arrays
+    return query, key, value
+
+
 def squares_beside(x: Any, weight: Any, bias: Any) -> Any:
     rows = streamkl_cupy.sparse_attention(*x, causal=True, return_lse=True)
     return (single(rows.out).sum(-1) * weight).sum() + (rows.lse * bias).mean()
@@ -113,7 +118,7 @@ OPS = [
         streamkl_cupy.attention_kl_forward,
         lambda rows, grad, *x, **options: streamkl_cupy.attention_kl_backward(grad, *x, saved=rows, **options),
         streamkl_cupy.attention_kl_value_and_grad,
-        lambda seed: make(seed=seed, causal=True, **SHAPE).arrays,
+        lambda seed, **extents: make(seed=seed, causal=True, **{**SHAPE, **extents}).arrays,
         expected_kl,
         kl_beside,
         lambda *x: streamkl_cupy.attention_kl_forward(*x).teacher_lse,
@@ -127,7 +132,7 @@ OPS = [
         streamkl_cupy.sparse_attention_forward,
         lambda rows, _, *x, **options: streamkl_cupy.sparse_attention_backward(rows.out * 2, *x, saved=rows, **options),
         squares_and_gradients,
-        lambda seed: make(seed=seed, causal=True, **SHAPE).arrays[:3],
+        attention_arrays,
         expected_squares,
         squares_beside,
         lambda *x: streamkl_cupy.sparse_attention_forward(*x).lse,
@@ -989,9 +994,8 @@ def test_new_numbers_read_and_compile_nothing(
         elif change == "window":
             options = {"window": (i + 8, 3)}
         rows = 64 + (i if change == "length" else 0)
-        case = make(seed=8, **{**SHAPE, "M": rows, "N": rows + 64})
         explicit_options = {**options, "reduction": "sum"}
-        arrays = case.arrays[: len(op.inputs)]
+        arrays = op.make(8, M=rows, N=rows + 64)
         op.value_and_grad(*(backend.array(a, "float16") for a in arrays), **explicit_options)
 
     for i in range(3):
