@@ -169,7 +169,8 @@ class Plan:
         for fused in self.fused:
             sums = fused.workspace_bytes - fused.main.schedule.partial_bytes
             if sums <= left and all(name in wanted for name in fused.names):
-                add(fused.kernels, fused.main, sums)
+                if fused.main.blocks:
+                    add(fused.kernels, fused.main, sums)
                 wanted = [name for name in wanted if name not in fused.names]
         for name in wanted:
             kernel = self.gradient(name)

@@ -222,6 +222,17 @@ def test_the_kernels_of_a_call_on_hopper(
     assert not any(kernel.boxes for _, kernel in make_plan(problem(dims, dtype), facts_for_arch("sm_80")).gradients)
 
 
+@pytest.mark.parametrize("rows", [(0, 64), (64, 0), (0, 0)])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_nothing_is_launched_without_blocks(arch: str, rows: tuple[int, int]) -> None:
+    plan = make_plan(problem((64, 64), rows=rows), facts_for_arch(arch))
+    steps = (*plan.forward_steps(False), *plan.backward_steps(NAMES))
+    assert all(kernel.blocks for step in steps for kernel in step.kernels)
+    written = {name for step in steps for _, name in step.outputs}
+    empty = {name for name in NAMES if 0 in plan.problem.input_shape(name)}
+    assert written == ({*NAMES} - empty) | ({"out", "lse"} if rows[0] else set())
+
+
 def test_heads_of_a_group_are_packed_where_they_read_the_same_keys() -> None:
     dense = np.random.default_rng().random((8, 1, 64)) < 0.3
     dense[:, :, 0] = True
