@@ -23,6 +23,7 @@ from ..validate import wanted
 from .engine import Engine, Launching, call_of
 from .groups import ranks_of
 from .library import library_of
+from .ranks import LocalRank
 from .setup import STATE_DIVERGENCES, Asked, Plain, job_of, plain, planned
 from .shards import length
 from .states import KLState, state_of_rows
@@ -105,7 +106,7 @@ def attention_kl(
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call, library = plain("attention_kl", options), library_of("student_q", student_q)
     asked = Asked(strategy, ownership, head_groups)
-    if library == "jax":
+    if library == "jax" and not isinstance(group, LocalRank):
         return _in_shard_map(inputs, call, asked, axis_name, keep_gathered, (row_weight, reduction, return_lse))
     ranks = ranks_of(group, library)
     if library == "torch":
