@@ -158,9 +158,12 @@ class Ready(NamedTuple):
         assert saved is not None
         like, size = inputs[checked.at], checked.backward_bytes(wrt)
         framework = FRAMEWORKS[like.framework]
+        problem = checked.problem
         outputs = checked.op.Gradients(
             *[
-                framework.empty(x, x.shape, checked.problem.gradient_dtype(x.name)) if x.name in wrt else None
+                framework.empty(x, x.shape, problem.gradient_dtype(x.name) if problem.wide_gradients else x.dtype)
+                if x.name in wrt
+                else None
                 for x in inputs
             ]
         )
