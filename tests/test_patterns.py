@@ -220,6 +220,8 @@ def test_pairs_unions_intersections_and_shards(made: BlockPattern, data: Any) ->
     assert made | made == made & made == made
     shard = data.draw(st.lists(st.integers(0, made.heads - 1), min_size=1, max_size=4))
     np.testing.assert_array_equal(made.select(shard).dense(), dense[shard])
+    again = made.select(0).beside(*(made.select(h) for h in range(1, made.heads)), made.select(shard))
+    np.testing.assert_array_equal(again.dense(), np.concatenate([dense, dense[shard]]))
     seen = dense[shard].any(axis=0)
     covered = made.coverage(shard)
     assert covered.fraction == pytest.approx(seen.mean() if seen.size else 1)
@@ -300,6 +302,16 @@ def test_rows_see_what_they_see_in_the_whole(made: BlockPattern, causal: bool, d
             possible = there <= rows + first + made.diagonal
             seen, whole = seen & possible, whole & possible
         np.testing.assert_array_equal(seen, whole)
+
+
+def test_patterns_beside_each_other_are_of_one_size() -> None:
+    made = patterns.full(queries=64, block=16, causal=True)
+    assert made.beside(made).diagonal == 0
+    assert made.beside(patterns.full(queries=64, block=16, causal=True, q_offset=5)).diagonal is None
+    with pytest.raises(ValueError, match="keys is 64 on the left and 80 on the right"):
+        made.beside(patterns.full(queries=64, keys=80, block=16))
+    with pytest.raises(TypeError, match="beside takes patterns, and an int came"):
+        made.beside(3)  # type: ignore[arg-type]
 
 
 def test_rows_out_of_range_are_named() -> None:

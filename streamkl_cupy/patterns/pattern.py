@@ -315,6 +315,35 @@ class BlockPattern(_Kept):
 
         return build(grid, range(self.heads), listed)
 
+    def beside(self, *others: BlockPattern) -> BlockPattern:
+        """The heads of several patterns one after the other, as `select` takes them apart.
+
+        So every entry of a batch can have a pattern of its own: the entries become heads of one, and so do the inputs'.
+
+        Args:
+            others: Patterns for the same queries, keys and blocks. Diagonals that differ leave none.
+
+        Raises:
+            TypeError: what is no pattern.
+            ValueError: patterns for other sizes.
+
+        Example:
+            >>> from streamkl_cupy import patterns
+            >>> pattern = patterns.strided(4, [0, 1, 2, 3], queries=256)
+            >>> pattern.select([0, 1]).beside(pattern.select(2), pattern.select(3)) == pattern
+            True
+        """
+        for other in others:
+            if not isinstance(other, BlockPattern):
+                raise TypeError(f"beside takes patterns, and {a_kind_of(other)} came")
+            self._refuse_other_sizes(other, "pattern.beside(pattern)")
+        everything = (self, *others)
+        diagonal = self.diagonal if all(x.diagonal == self.diagonal for x in others) else None
+        counts = np.concatenate([np.diff(x.row_offsets, axis=1) for x in everything])
+        blocks = np.concatenate([x.key_blocks for x in everything])
+        fits(len(blocks))
+        return BlockPattern(_offsets(counts), blocks, *self.grid._replace(diagonal=diagonal))
+
     def coverage(self, heads: int | Iterable[int] | None = None) -> Coverage:
         """What some heads see together, of their context: all keys, or those up to the diagonal of a causal pattern.
 
@@ -474,15 +503,18 @@ class BlockPattern(_Kept):
             raise ValueError(f"heads is empty; name at least one of the {self.heads} heads of the pattern")
         return chosen
 
-    def _combined(self, other: BlockPattern, sign: str, rule: Callable[[Places, Places], Places]) -> BlockPattern:
-        if not isinstance(other, BlockPattern):
-            return NotImplemented
+    def _refuse_other_sizes(self, other: BlockPattern, what: str) -> None:
         for name in ("queries", "keys", "query_block", "key_block"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(
-                    f"pattern {sign} pattern: {name} is {getattr(self, name)} on the left and {getattr(other, name)} "
+                    f"{what}: {name} is {getattr(self, name)} on the left and {getattr(other, name)} "
                     f"on the right; make both for the same queries, keys and blocks"
                 )
+
+    def _combined(self, other: BlockPattern, sign: str, rule: Callable[[Places, Places], Places]) -> BlockPattern:
+        if not isinstance(other, BlockPattern):
+            return NotImplemented
+        self._refuse_other_sizes(other, f"pattern {sign} pattern")
         if self.heads != other.heads and 1 not in (self.heads, other.heads):
             raise ValueError(
                 f"pattern {sign} pattern: {self.heads} heads on the left and {other.heads} on the right; both have the "
