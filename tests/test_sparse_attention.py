@@ -70,6 +70,48 @@ def test_the_definition_by_hand() -> None:
     assert rows.lse.tolist() == [pytest.approx(math.log(5))]
 
 
+def test_what_errors_are_judged_by_pair_by_pair(rng: np.random.Generator) -> None:
+    """The measures of outputs and gradients, summed up one product after the other."""
+    q, k, v = inputs(rng, 3, 4, (2, 3), (2, 1), B=1)
+    scale, cap = 0.7, 1.5
+    options: dict[str, Any] = {"causal": True, "scale": scale, "softcap": cap}
+    rows = definition.forward(q, k, v, **options)
+    grad, grad_lse = rng.standard_normal((1, 2, 3, 3)), rng.standard_normal((1, 2, 3))
+    found = definition.backward(grad, grad_lse, q, k, v, **options)
+    out = {name: np.zeros((1, 2, 3, 3)) for name in ("magnitude", "noise", "sensitivity")}
+    query, key = ({n: np.zeros_like(x) for n in out} for x in (q, k))
+    value = {n: np.zeros_like(v) for n in out}
+    for h, i in np.ndindex(2, 3):
+        g, result = grad[0, h, i], rows.out.value[0, h, i]
+        shared = ((g * result) ** 2).sum()
+        rest = np.zeros(2)
+        for j in range(i + 2):  # causal, aligned to the last key
+            tanh = math.tanh(scale * float(q[0, h, i] @ k[0, 0, j]) / cap)
+            slope, logit = 1 - tanh**2, cap * tanh
+            p = math.exp(logit - rows.lse[0, h, i])
+            size = max(scale * slope * float(np.abs(q[0, h, i]) @ np.abs(k[0, 0, j])), abs(logit))
+            delta = (g * result).sum() - grad_lse[0, h, i]
+            ds = scale * slope * p * ((g * v[0, 0, j]).sum() - delta)
+            of_delta = (np.abs(g) * rows.out.magnitude[0, h, i]).sum() + abs(grad_lse[0, h, i])
+            most = scale * slope * p * ((np.abs(g) * np.abs(v[0, 0, j])).sum() + of_delta)
+            for into, at, terms, sizes in (
+                (out, (0, h, i), p * v[0, 0, j], p * np.abs(v[0, 0, j])),
+                (value, (0, 0, j), p * g, p * np.abs(g)),
+                (query, (0, h, i), ds * k[0, 0, j], most * np.abs(k[0, 0, j])),
+                (key, (0, 0, j), ds * q[0, h, i], most * np.abs(q[0, h, i])),
+            ):
+                into["magnitude"][at] += sizes
+                into["noise"][at] += terms**2
+                into["sensitivity"][at] += sizes * (1 + size)
+            rest += scale * slope * p * k[0, 0, j]
+            key["noise"][0, 0, j] += shared * (scale * slope * p * q[0, h, i]) ** 2
+        query["noise"][0, h, i] += shared * rest**2
+    for terms, wanted in ((rows.out, out), (found.query, query), (found.key, key), (found.value, value)):
+        np.testing.assert_allclose(terms.magnitude, wanted["magnitude"], rtol=1e-12)
+        np.testing.assert_allclose(terms.noise, np.sqrt(wanted["noise"]), rtol=1e-12)
+        np.testing.assert_allclose(terms.sensitivity, wanted["sensitivity"], rtol=1e-12)
+
+
 def test_the_definition_keeps_nan_where_it_is_seen(rng: np.random.Generator) -> None:
     """Key 3 is hidden from all, key 5 from rows above the diagonal, row 2 sees nothing."""
     x = inputs(rng, 8, 8)
