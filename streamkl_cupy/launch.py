@@ -115,7 +115,8 @@ class _Kernel:
         if "mask" in self._words:
             mask = self._words["mask"]
             self._words |= {name: mask + i for i, name in _mask_words(problem)[1]}
-        self._operands = tuple(self._words[name] for name in names if name in self._words)
+        fields = problem.operation.fields
+        self._operands = tuple(self._words[field] for field in fields if field in self._words)
         self._rows = 8 * self._words.get(SAVED_ROWS[0], 0)
 
     def commands(
@@ -462,6 +463,9 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
     strides: dict[str, tuple[int, ...]] = dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, *ROWS), problem.row_strides())
     strides["moments"] = tuple(x * divergences.moments_of(problem) for x in problem.row_strides())
     strides |= {name: problem.operand(name).strides for name in problem.operation.names}
+    for name, side in problem.sides.items():
+        if side.given:
+            strides |= {f"{name}_q": side.q.strides, f"{name}_k": side.k.strides}
     for field, letter in problem.operation.vectors:
         strides |= dict.fromkeys((field, *VECTORS), problem.compact_vector_strides(letter))
     if task.side:

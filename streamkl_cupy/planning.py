@@ -214,7 +214,9 @@ class Plan:
             + (", some keys" if p.some_keys else "")
             + (f", wide gradients {p.wide_gradients}" if p.wide_gradients else ""),
             *(
-                f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
+                f"  {name}: given, {side.dtype}, {counted(side.q.heads, 'head')}"
+                if side.given
+                else f"  {name}: D={side.dim} {side.dtype}, {counted(side.k.heads, 'key head')}, scale {side.scale:.6g}"
                 + (f", score {side.score}" if side.score != Side.score else "")
                 + (f", softcap {side.softcap:g}" if side.softcap is not None else "")
                 for name, side in p.sides.items()
@@ -267,6 +269,8 @@ def make_plan(problem: Problem, facts: DeviceFacts) -> Plan:
 def no_gradients(problem: Problem, name: str) -> str:
     """What gradients of a side are built for, where those of this one are not; empty where they are."""
     side = problem.side(name)
+    if side.given:
+        return f"none: the {name} is given, a constant"
     slope = score_of(side).largest_slope
     if side.dim > (most := problem.operation.max_gradient_dim):
         return f"built for head dims up to {most} on CUDA, but the {name}'s is {side.dim}"

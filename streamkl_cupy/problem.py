@@ -64,6 +64,12 @@ class Side:
         return self.q.dim
 
     @property
+    def given(self) -> bool:
+        """Whether its logits are not products but read, one for each pair. Then queries and keys have no columns, and
+        their strides say what each adds to the address of a pair."""
+        return self.dim == 0
+
+    @property
     def dtype(self) -> str:
         return self.q.dtype
 

@@ -39,8 +39,9 @@ struct LogRatios {
 
 struct VisibleKeys {
     __device__ static constexpr float largest() { return largest_sum(); }
-    __device__ static float add(float, float, float u, float, float sum) {
-        return smoothing() > 0.f ? sum + (u > .5f * kUnseen ? 1.f : 0.f) : sum;
+    // By the student's logit: the teacher's is as low where its probability is given as 0.
+    __device__ static float add(float, float, float, float v, float sum) {
+        return smoothing() > 0.f ? sum + (v > .5f * kUnseen ? 1.f : 0.f) : sum;
     }
     __device__ static float move(float sum, const Moves&) { return sum; }
 };

@@ -31,11 +31,12 @@ from ..kernels import JOINS
 from ..kernels.base import ELEMENT_CODES, PLANES, KernelPlan, Work
 from ..kernels.gpus import DeviceFacts, facts_for_arch
 from ..kernels.work_tiles import Schedule
-from ..ops import SPARSE_ATTENTION
+from ..ops import ATTENTION_KL_TO, SPARSE_ATTENTION
 from ..planning import Plan, make_plan
 from ..problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from ..rules.masks import MASKS, registers, together
 from ..rules.scores import SCORES
+from ..rules.scores.given import GIVEN
 
 DIMS = (
     *((dim, dim) for dim in (16, 32, 64, 80, 96, 128, 160, 192, 256)),
@@ -151,13 +152,17 @@ def problem(
     divergence: str = Problem.divergence,
     scores: tuple[str, str] = USUAL_SCORES,
 ) -> Problem:
-    """A problem of one batch entry; unaligned ones cannot use 16-byte loads."""
+    """A problem of one batch entry; unaligned ones cannot use 16-byte loads. A teacher's score of `GIVEN` means that it
+    is given."""
     packed = any(MASKS[name].packing for name in MASK_CASES[mask])
 
     def operand(heads: int, rows: int, dim: int, dtype: str) -> Operand:
         return Operand(heads, rows, dim, dtype, _four(compact_strides((1, heads, rows, dim))), aligned)
 
     def side(dim: int, dtype: str, case: str) -> Side:
+        if case in GIVEN:
+            q, k = operand(extents.heads, extents.queries, 0, dtype), operand(extents.heads, extents.keys, 0, dtype)
+            return Side(q, k, 1.0, case)
         return Side(
             operand(extents.heads, extents.queries, dim, dtype),
             operand(extents.key_heads, extents.keys, dim, dtype),
@@ -177,7 +182,12 @@ def problem(
         precision=types.precision,
         sequences=SEQUENCES if packed else 0,
         divergence=divergence,
+        **_given(operand(extents.heads, extents.queries, extents.keys, types.teacher), scores[0]),
     )
+
+
+def _given(target: Operand, score: str) -> dict[str, Any]:
+    return {"op": ATTENTION_KL_TO.name, "extras": (target,)} if score in GIVEN else {}
 
 
 def attention_problem(

@@ -142,8 +142,9 @@ class Work:
 
     @property
     def turned(self) -> bool:
-        """Whether logits are more than scaled products: dots become them in place first, which takes registers."""
-        return not all(score_of(side).linear for side in self.sides)
+        """Whether logits are more than scaled products: dots become them in place first, which takes registers. A side
+        that is given has those that its product would take."""
+        return not all(score_of(side).linear for side in self.sides if not side.given)
 
     @property
     def mask_level(self) -> int:
@@ -152,8 +153,15 @@ class Work:
 
     @property
     def level(self) -> int:
-        """The same of a mask and of dots that are turned, which take as many as any mask."""
-        return 3 if self.turned else self.mask_level
+        """The same of a mask and of dots that are turned, which take as many as any mask; addresses of a side that is
+        given take as many as an interval, and beside one all there are."""
+        beside = (1, 3, 3, 3) if self.given else (0, 1, 2, 3)
+        return 3 if self.turned else beside[self.mask_level]
+
+    @property
+    def given(self) -> bool:
+        """Whether a side is."""
+        return any(side.given for side in self.sides)
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -161,7 +169,8 @@ class Work:
 
     @property
     def float32(self) -> bool:
-        return "float32" in [side.dtype for side in self.sides]
+        """Whether a product is one of float32 operands."""
+        return "float32" in [side.dtype for side in self.sides if not side.given]
 
     @property
     def dim(self) -> int:
@@ -176,8 +185,8 @@ class TileRow:
     `columns` rows of the other operand are streamed at a time, `stages` buffers in flight, and the kernel is compiled
     to leave room for `min_blocks` blocks per multiprocessor. `unroll` steps of 16 along the head dim are unrolled. The
     row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one, to masks up to
-    `max_mask` of `Work.level`, where dots are turned beside masks up to `max_turned`, to at most `max_vectors` row
-    vectors, on GPUs older than `before`.
+    `max_mask` of `Work.level`, where dots are turned beside masks up to `max_turned`, where a side is given beside
+    those up to `max_given`, to at most `max_vectors` row vectors, on GPUs older than `before`.
     """
 
     warps: int
@@ -193,6 +202,7 @@ class TileRow:
     max_mask: int = 3
     max_vectors: int = 4
     max_turned: int = 3
+    max_given: int = 3
     shareable: bool = True
     """Whether there are registers for several blocks having one row tile."""
     shared: bool = False
@@ -373,6 +383,7 @@ class Kernel(ABC, Generic[Row]):
             and work.out_dim <= row.max_out
             and work.level <= row.max_mask
             and (work.mask_level <= row.max_turned or not work.turned)
+            and (work.mask_level <= row.max_given or not work.given)
             and work.row_vectors <= row.max_vectors
             and facts.compute_capability < row.before
             and self.smem_bytes(work, row) <= facts.smem_per_block
@@ -449,10 +460,13 @@ class Kernel(ABC, Generic[Row]):
             constants["SKL_WIDE"] = int(task.stationary in problem.wide_gradients)
             if len(task.results) > 1:
                 constants["SKL_WIDE_QUERIES"] = int("q" in problem.wide_gradients)
+        if work.given:
+            constants["SKL_ZEROS"] = int(divergence.zeros)
+        of_scores = dict.fromkeys(path for score in scores for path in score.headers)
         together = ("scores/all.cuh",) if len(scores) > 1 else ()
         headers: dict[str, str | tuple[str, ...]] = {
             "divergence": divergence.header,
-            "score": (*dict.fromkeys(path for score in scores for path in score.headers), *together),
+            "score": (*(["tile/given.cuh"] if work.given else []), *of_scores, *together),
             "mask": (*(part.header for part in parts), "masks/all.cuh"),
         }
         if task.side:

@@ -4,7 +4,8 @@ With p(D) = round_up(D, 16) * element + 16 the padded length of one tile row, a 
 
     rows * (p(D_t) + p(D_s)) + stages * columns * (p(D_t) + p(D_s))
 
-bytes of shared memory, and what its kernel says besides.
+bytes of shared memory, and what its kernel says besides. Of a side that is given, tiles have 32 bytes, whatever their
+rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 from ..problem import Operand, Side
 from .base import ELEMENT_BYTES, Kernel, TileRow, Work, vector_loads
 from .gpus import DeviceFacts
+
+GIVEN_BYTES = 32
+"""A tile of a side that is given: where its rows are."""
 
 
 class Portable(Kernel[TileRow]):
@@ -40,8 +44,11 @@ class Portable(Kernel[TileRow]):
         return facts.flag
 
     def smem_bytes(self, work: Work, tile: TileRow) -> int:
-        row = sum(pitch(side.q) for side in work.sides)
-        return tile.rows * row + tile.stages * tile.columns * (row + 4 * work.row_vectors)
+        def tiles(rows: int) -> int:
+            return sum(GIVEN_BYTES if side.given else rows * pitch(side.q) for side in work.sides)
+
+        vectors = 4 * tile.columns * work.row_vectors
+        return tiles(tile.rows) + tile.stages * (tiles(tile.columns) + vectors)
 
     def threads(self, tile: TileRow) -> int:
         return tile.warps * 32
@@ -53,6 +60,8 @@ class Portable(Kernel[TileRow]):
             )
             for x in work.problem.operation.operands
         }
+        if work.given:
+            loads["SKL_TK_VECTOR"] = 0  # has no columns
         return {**loads, "SKL_MIN_BLOCKS": tile.min_blocks, "SKL_UNROLL": tile.unroll}
 
 
@@ -63,4 +72,4 @@ def pitch(x: Operand) -> int:
 
 def common_bytes(*sides: Side) -> int:
     """Shared memory for what all keys of these sides have in common, which float32 takes from them."""
-    return sum(-(-side.dim // 16) * 64 + 16 for side in sides if side.dtype == "float32")
+    return sum(-(-side.dim // 16) * 64 + 16 for side in sides if side.dtype == "float32" and not side.given)

@@ -37,6 +37,8 @@ class Hopper(Kernel[Row]):
         problem = work.problem
         if facts.compute_capability != (9, 0):
             return "it needs compute capability 9.0"
+        if work.given:
+            return "it computes both sides, and one is given"
         if work.float32:
             return "it multiplies 16-bit elements"
         if any(side.dim % 8 for side in work.sides):

@@ -65,8 +65,14 @@ def poison(x: Array, bad: Array, visible: Array | None) -> None:
 
 
 def rows_at(op: Op, views: dict[str, Array], segment: Segment) -> dict[str, Array]:
-    """The rows of a segment of each operand or gradient."""
-    return {name: x[:, :, segment.q if op.operand[name].rows == "q" else segment.k] for name, x in views.items()}
+    """The rows of a segment of each operand or gradient, and of one that is given its columns too."""
+
+    def cut(name: str, x: Array) -> Array:
+        if op.given(op.operand[name].side):
+            return x[:, :, segment.q, segment.k]
+        return x[:, :, segment.q if op.operand[name].rows == "q" else segment.k]
+
+    return {name: cut(name, x) for name, x in views.items()}
 
 
 class Scratch:

@@ -28,14 +28,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved, host
 from ..concurrency.threads import Team, Turn
-from ..ops import ATTENTION_KL, SPARSE_ATTENTION
+from ..ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION
 from ..problem import Problem
 from ..rules import masks as rules
 from .attention import AttentionBlocks
@@ -43,11 +43,16 @@ from .attention_kl import KLBlocks
 from .block import Array, Block, Scratch, Segment, canonical, rows_at, slices
 from .blocks import BackwardTask, Blocks, ForwardTask, Group
 from .elements import narrow
+from .given import GivenBlocks
 from .plan import LEAST_SHARED_PRODUCT, NumPyPlan, head_group, make_plan, threads_for
 
 _Task = TypeVar("_Task")
 
-BLOCKS: dict[str, type[Blocks]] = {ATTENTION_KL.name: KLBlocks, SPARSE_ATTENTION.name: AttentionBlocks}
+BLOCKS: dict[str, type[Blocks]] = {
+    ATTENTION_KL.name: KLBlocks,
+    ATTENTION_KL_TO.name: GivenBlocks,
+    SPARSE_ATTENTION.name: AttentionBlocks,
+}
 
 
 class Runner:
@@ -109,8 +114,21 @@ class Runner:
                 for out, x in zip(task.outputs, [x for x in found if x is not None], strict=True):
                     out[task.at] = x if x.dtype == out.dtype else narrow(x, out.dtype)
 
+        if isinstance(self._blocks, GivenBlocks):
+            self._team(segments, tasks(), count).run(self._looking(self._blocks, self._scratches(segments, count)))
         scratches = self._scratches(segments, count)
         self._team(segments, tasks(), count).run(work)
+
+    @staticmethod
+    def _looking(blocks: GivenBlocks, scratches: list[Scratch]) -> Callable[[Team[ForwardTask]], None]:
+        """What looks at operands whose values may be wrong, before anything is written."""
+
+        def look(team: Team[ForwardTask]) -> None:
+            scratch = scratches.pop()
+            for task in team:
+                blocks.check(task.views, task.segment, task.at, scratch)
+
+        return look
 
     def backward(
         self,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 
 from .attention_kl import OP as ATTENTION_KL
+from .attention_kl_to import OP as ATTENTION_KL_TO
 from .interface import Op, OperandSpec, SavedSpec, Task
 from .sparse_attention import OP as SPARSE_ATTENTION
 
-__all__ = ["ATTENTION_KL", "OPS", "SPARSE_ATTENTION", "Op", "OperandSpec", "SavedSpec", "Task"]
+__all__ = ["ATTENTION_KL", "ATTENTION_KL_TO", "OPS", "SPARSE_ATTENTION", "Op", "OperandSpec", "SavedSpec", "Task"]
 
-OPS: dict[str, Op] = {op.name: op for op in (ATTENTION_KL, SPARSE_ATTENTION)}
+OPS: dict[str, Op] = {op.name: op for op in (ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION)}
 
 # What follows from a record is known before anything is traced: torch.compile cannot run what computes it.
 for _op in OPS.values():

@@ -32,6 +32,8 @@ class OperandSpec(NamedTuple):
     """Whether it is another array of its side than the queries and keys whose products are the logits."""
     optional: bool = False
     """Whether there are calls without it, in which it is None."""
+    one_for_all: bool = False
+    """Whether one head may stand for all."""
 
     @property
     def axes(self) -> tuple[str, str, str, str]:
@@ -172,7 +174,7 @@ class Op:
         for i, x in enumerate(self.operands):
             before = sorted(self.operands[:i], key=lambda other: other.side != x.side)
             for axis in (3, 0, 1, 2):
-                other = next((other for other in before if other.axes[axis] == x.axes[axis]), None)
+                other = next((other for other in before if x.axes[axis] in other.axes), None)
                 found += [(x, axis, other)] if other else []
         return tuple(found)
 
@@ -189,6 +191,21 @@ class Op:
         """The queries and the keys of a side, whose products are its logits."""
         q, k = sorted((x for x in self.side(side) if not x.extra), key=lambda x: "qk".index(x.rows))
         return q, k
+
+    def given(self, side: str) -> OperandSpec | None:
+        """The operand that has a number for each pair of a query and a key, of a side that has this in their place."""
+        first, *others = self.side(side)
+        return first if first.extra and not others else None
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """What kernels' arguments call the operands. What is given has the place of its side's queries."""
+        return tuple(f"{x.side}_q" if self.given(x.side) else x.name for x in self.operands)
+
+    @cached_property
+    def by(self) -> tuple[str, ...]:
+        """Operands that it can be differentiated by."""
+        return tuple(name for task in self.gradients for name in task.results)
 
     def option(self, side: str, what: str) -> str:
         """The option that says something of a side; of the only one it needs no name."""

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..numpy_backend.elements import narrow, widen
 from ..problem import Side
 from ..rules.divergences import bound, given_parameters
-from ..rules.divergences.interface import log_softmax, log_sum_exp, terms_of
+from ..rules.divergences.interface import Divergence, log_softmax, log_sum_exp, terms_of
 from ..rules.scores import SCORES
 from ..rules.scores.interface import Score
 from ..rules.scores.softcap import capped
@@ -96,6 +96,39 @@ def rounded(x: ArrayLike, dtype: str) -> Array:
         return x.astype(dtype).astype(np.float32)
 
 
+def forward_to(
+    target: ArrayLike,
+    student_q: ArrayLike,
+    student_k: ArrayLike,
+    *,
+    log_target: bool = False,
+    divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
+    **options: Any,
+) -> Rows:
+    """`forward` with a target in place of the teacher."""
+    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
+    return _forward(_To(target, (student_q, student_k), log_target, entry.zeros, **options), entry)
+
+
+def backward_to(
+    grad: ArrayLike,
+    target: ArrayLike,
+    student_q: ArrayLike,
+    student_k: ArrayLike,
+    *,
+    log_target: bool = False,
+    divergence: str = "kl",
+    jsd_beta: float | None = None,
+    smoothing: float | None = None,
+    **options: Any,
+) -> Gradients:
+    """`backward` with a target in place of the teacher, of which there are no gradients: 0 stands for them."""
+    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
+    return _backward(grad, _To(target, (student_q, student_k), log_target, entry.zeros, **options), entry)
+
+
 def forward(
     teacher_q: ArrayLike,
     teacher_k: ArrayLike,
@@ -108,8 +141,11 @@ def forward(
     **options: Any,
 ) -> Rows:
     """Dense float64 forward. `options` are those of `attention_kl` that change the value of a row."""
-    call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
     entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
+    return _forward(_Call((teacher_q, teacher_k, student_q, student_k), **options), entry)
+
+
+def _forward(call: _Call, entry: Divergence) -> Rows:
     out = Rows(*(np.empty(call.row_shape) for _ in Rows._fields))
     for index, _, teacher, student in call.heads():
         visible = call.visible[index]
@@ -159,10 +195,13 @@ def backward(
 
     NaN and Inf in inputs reach the gradients of the rows that see them and of the keys those rows see, no others.
     """
-    call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
+    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
+    return _backward(grad, _Call((teacher_q, teacher_k, student_q, student_k), **options), entry)
+
+
+def _backward(grad: ArrayLike, call: _Call, entry: Divergence) -> Gradients:
     upstream = call.canonical_rows(exact(grad))
     value, magnitude, noise, sensitivity = (call.zeros() for _ in Gradients._fields)
-    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
     for index, keys, teacher, student in call.heads():
         visible = call.visible[index]
         signed = entry.logit_gradients(teacher.logits, student.logits, visible)
@@ -170,6 +209,8 @@ def backward(
         weight = np.where(visible.any(axis=-1), upstream[index], 0)[:, None]
         with np.errstate(invalid="ignore", over="ignore"):
             for side, half, d, size, key in zip((0, 2), (teacher, student), signed, terms, keys, strict=True):
+                if half.given:
+                    continue
                 d, size = (np.where(visible, weight * (half.factor * half.slopes) * x, 0) for x in (d, size))
                 for into, dx, q, k in (
                     (value, d, half.q, half.k),
@@ -321,6 +362,8 @@ class _Half(NamedTuple):
     """With the factor: derivatives of the logits by their dot products."""
     sizes: Array
     """How far each logit moves when every product behind it moves by its own size, and not less than itself."""
+    given: bool = False
+    """Whether the logits are an input, and `q` and `k` nothing."""
 
 
 def finite_rows(x: Array) -> Array:
@@ -418,3 +461,29 @@ class _Call(Order):
                     keys.append(key)
                     halves.append(_Half(finite_rows(q), finite_rows(k), logits, factor, slopes, sizes))
                 yield (b, h), keys, halves[0], halves[1]
+
+
+class _To(_Call):
+    """A call whose teacher is given: logarithms of a target's probabilities are its logits."""
+
+    ZERO = -1e5
+    """The logit of a probability of 0: its exponential is 0, and 0 times it too."""
+
+    def __init__(
+        self, target: ArrayLike, student: tuple[ArrayLike, ArrayLike], log_target: bool, zeros: bool, **options: Any
+    ) -> None:
+        q, k = student
+        super().__init__((q, k, q, k), **options)
+        x = self.canonical(exact(target), 1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logits = x if log_target else np.log(x)
+        if zeros:
+            logits = np.where(logits < self.ZERO, self.ZERO, logits)
+        self._logits = np.broadcast_to(logits, self.visible.shape)
+
+    def heads(self, dtype: Any = np.float64) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]], _Half, _Half]]:
+        """As those of a call, with the target's logits for the teacher's."""
+        for index, keys, teacher, student in super().heads(dtype):
+            logits = self._logits[index].astype(dtype)
+            sizes = np.where(logits <= self.ZERO, 0, np.abs(logits))
+            yield index, keys, teacher._replace(logits=logits, sizes=sizes, given=True), student

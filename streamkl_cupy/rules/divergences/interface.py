@@ -122,6 +122,8 @@ class Divergence:
     """The divergence with other parameters."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Macros of its header, what comes of parameters."""
+    zeros: bool = True
+    """Whether it is finite where a probability of the teacher is 0 and the student's is not."""
     narrow: bool = True
     """Whether `LogitGradient<side>::bound` bounds its gradients, which float16 needs on a GPU."""
 

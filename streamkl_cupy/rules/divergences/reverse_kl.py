@@ -56,4 +56,5 @@ DIVERGENCE = Divergence(
     row_values=lambda rows: kl.row_values(_swapped(rows)),
     row_gradients=row_gradients,
     row_magnitudes=row_magnitudes,
+    zeros=False,
 )
