@@ -11,6 +11,7 @@ from .api import (
     KLForwardMass,
     KLForwardRows,
     KLGradients,
+    KLSinkGradients,
     attention_kl,
     attention_kl_backward,
     attention_kl_forward,
@@ -30,6 +31,7 @@ from .attention import (
 )
 from .errors import CaptureError, CompilerError, DriverError, StreamKLError
 from .frameworks.base import DOORS
+from .targets import attention_kl_to, attention_kl_to_plan, attention_kl_to_value_and_grad, attention_kl_to_warmup
 
 __all__ = [
     "AttentionForward",
@@ -42,10 +44,15 @@ __all__ = [
     "KLForwardMass",
     "KLForwardRows",
     "KLGradients",
+    "KLSinkGradients",
     "StreamKLError",
     "attention_kl",
     "attention_kl_backward",
     "attention_kl_forward",
+    "attention_kl_to",
+    "attention_kl_to_plan",
+    "attention_kl_to_value_and_grad",
+    "attention_kl_to_warmup",
     "attention_kl_value_and_grad",
     "merge_attention_states",
     "parallel",

@@ -17,13 +17,14 @@ from .arrays import ArrayView, Results
 from .call import Call, Ready, SavedArrays, runner_for
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS
-from .ops import ATTENTION_KL, OPS
+from .ops import ATTENTION_KL, OPS, Op
 from .options import REDUCTIONS, Layout, LossOptions, Precision, Reduction
 from .problem import STUDENT, Device, Problem, Wrt
-from .results import A, KLEntropy, KLForward, KLForwardMass, KLForwardRows, KLGradients, rows_of
-from .rules import reductions
+from .results import A, KLEntropy, KLForward, KLForwardMass, KLForwardRows, KLGradients, KLSinkGradients, rows_of
+from .rules import reductions, sinks
 from .rules.divergences import DIVERGENCES
 from .rules.scores import SCORES
+from .rules.sinks import Sinks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,6 +43,7 @@ __all__ = [
     "KLForwardMass",
     "KLForwardRows",
     "KLGradients",
+    "KLSinkGradients",
     "attention_kl",
     "attention_kl_backward",
     "attention_kl_forward",
@@ -61,15 +63,23 @@ _TEXT = {
             h // (H / H_k). D_t is at most 576.
         student_q: Student queries, (B, H, M, D_s). D_s is at most 256; dtype may differ from the teacher's.
         student_k: Student keys, (B, H_k, N, D_s); H_k may differ from the teacher's.""",
-    "OPTIONS": """teacher_scale: Factor on the teacher's q.k products; any finite number. Default 1 / sqrt(D_t).
+    "OPTIONS": """<SIDES>
+        <MASKS>
+        <RULES>""",
+    "SIDES": """teacher_scale: Factor on the teacher's q.k products; any finite number. Default 1 / sqrt(D_t).
         student_scale: The same for the student. Default 1 / sqrt(D_s).
         teacher_score: What the logits of the teacher are, by name, of the products q.k:
             <SCORES>.
         student_score: The same for the student.
         teacher_softcap: Keep logits softly within it: softcap * tanh(logit / softcap), a positive number. Default: no
             cap. Not beside "log_dot".
-        student_softcap: The same for the student.
-        causal: Row i sees keys j <= i + (N - M), so that the last row sees every key.
+        student_softcap: The same for the student.""",
+    "STUDENT": """student_scale: Factor on the student's q.k products; any finite number. Default 1 / sqrt(D_s).
+        student_score: What the logits of the student are, by name, of the products q.k:
+            <SCORES>.
+        student_softcap: Keep logits softly within it: softcap * tanh(logit / softcap), a positive number. Default: no
+            cap. Not beside "log_dot".""",
+    "MASKS": """causal: Row i sees keys j <= i + (N - M), so that the last row sees every key.
         q_offset: With causal or window, replaces N - M: row i sees keys j <= i + q_offset. For chunks of the queries.
         window: (left, right): row i sees keys i + (N - M) - left <= j <= i + (N - M) + right; -1 or None is no limit on
             that side. With causal, right is 0.
@@ -86,8 +96,8 @@ _TEXT = {
             query_lengths. Any strides.
         block_mask: A `streamkl_cupy.patterns.BlockPattern`: which blocks of keys each block of rows sees, per head.
             All of these but packing combine: a row sees a key that every one of them shows it, and both distributions,
-            the teacher's too, are normalised over these keys alone.
-        divergence: Which one, by name, of rows P of the teacher and Q of the student:
+            the teacher's too, are normalised over these keys alone.""",
+    "RULES": """divergence: Which one, by name, of rows P of the teacher and Q of the student:
             <DIVERGENCES>.
         jsd_beta: Of "jsd", above 0 and below 1: how much the teacher counts. Default 0.5.
         smoothing: Of "jsd", 0 and more, less than 1: P and Q are (1 - smoothing) P + smoothing / n and the same of Q,
@@ -107,6 +117,11 @@ _TEXT = {
         ValueError: shapes or devices that do not fit together, or an unknown option.
         NotImplementedError: a combination that is not built; the message lists what is.
         StreamKLError: no usable driver, a failed compilation, or a first compilation under graph capture.""",
+    "SINKS": """teacher_sink_logits: A logit per query head, (H,), that takes mass and has no value: one more outcome of
+            each row that sees a key, included in log-sum-exps and entropies; rows that see none stay as they are. Only
+            beside student_sink_logits, as the KL would be infinite, and the other way round with "reverse_kl". Built
+            for "kl", "reverse_kl" and "cross_entropy".
+        student_sink_logits: The same for the student, allowed alone.""",
     "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys, a natural logarithm
             (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a
             fourth field, teacher_mass = exp(teacher_lse - dense_teacher_lse): the teacher's mass on the keys that the
@@ -130,35 +145,44 @@ _TEXT = {
 }
 
 
-def _documented(function: _F) -> _F:
+def documented(function: _F) -> _F:
     for key, text in _TEXT.items():
         function.__doc__ = (function.__doc__ or "").replace(f"<{key}>", text)
     return function
 
 
-def _outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:
-    from .torch import outside_programs
+def outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:
+    from . import torch
 
-    return outside_programs(run, *args, **own)
+    return torch.outside_programs(run, *args, **own)
 
 
-def _loss(operands: tuple[Any, ...], given: dict[str, Any], *, return_entropy: bool = False, **own: Any) -> Any:
-    asked, like = LossOptions(**own), operands[ATTENTION_KL.at]
+def loss(
+    operands: tuple[Any, ...],
+    given: dict[str, Any],
+    *,
+    op: Op = ATTENTION_KL,
+    return_entropy: bool = False,
+    **own: Any,
+) -> Any:
+    """A divergence of rows, reduced, whose operation has a teacher and a student."""
+    asked, like = LossOptions(**own), operands[op.at]
     if return_entropy is not False:
         given = {**given, "return_entropy": return_entropy}
     if any(kind.__module__.partition(".")[0] == "torch" for kind in type(like).__mro__):
         # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
         # and parameters live in modules of their own, so all ancestors are asked.
-        from .torch import loss
+        from . import torch
 
-        return loss(operands, given, asked)
-    call = Call.of(ATTENTION_KL, operands, given)
+        return torch.loss(op, operands, given, asked)
+    call = Call.of(op, operands, given)
     validate.loss(asked)
+    sunk = validate.sinks(asked.sinks, call.options, asked)
     row_weight = asked.row_weight
-    framework = frameworks.framework_of(ATTENTION_KL.like, like)
+    framework = frameworks.framework_of(op.like, like)
     door = frameworks.door(framework)
     if row_weight is not None or door is not None:
-        found = {name: frameworks.framework_of(name, x) for name, x in zip(ATTENTION_KL.names, operands, strict=True)}
+        found = {name: frameworks.framework_of(name, x) for name, x in zip(op.names, operands, strict=True)}
         if row_weight is not None:
             found["row_weight"] = validate.weight_framework(row_weight, framework)
         validate.one_framework(found)
@@ -168,33 +192,69 @@ def _loss(operands: tuple[Any, ...], given: dict[str, Any], *, return_entropy: b
     view = ready.inputs[call.op.at]
     weight = None if row_weight is None else validate.row_weight(row_weight, ready.checked.row_shape, view)
     if view.framework not in frameworks.OWN:
-        named = zip((*ATTENTION_KL.names, "row_weight"), (*operands, row_weight), strict=True)
+        named = zip((*op.names, "row_weight"), (*operands, row_weight), strict=True)
         FRAMEWORKS[framework].check_no_gradient_wanted((name, x) for name, x in named if x is not None)
     dense = _dense_rows(asked.dense_teacher_lse, ready)
+    sinks = _sink_logits(asked.sinks, ready) if sunk else None
     stats = ready.forward()
+    if sinks is not None:
+        _sink(stats, sinks, ready)
     kl, teacher_lse = stats.kl.array, stats.teacher_lse.array
     if weight is not None or asked.reduction != "none":
         with frameworks.on_device(view):
             kl = reductions.reduce_rows(frameworks.namespace(view), kl, teacher_lse, weight, asked.reduction)
     result = kl
     if asked.return_lse:
-        result = _row_results(view, kl, stats, dense)
+        result = _row_results(op, view, kl, stats, dense)
     elif stats.teacher_entropy is not None:
         result = KLEntropy(kl, stats.teacher_entropy.array)
     return frameworks.given_back(view, like, result)
 
 
-def _forward(operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse: Any, return_entropy: bool) -> Any:
+def _sink_logits(given: Sinks, ready: Ready) -> Sinks:
+    """Sinks' logits, checked, as they broadcast to the rows."""
+    checked = ready.checked
+    like = ready.inputs[checked.at]
+
+    def one(name: str, z: Any) -> Any:
+        z = FRAMEWORKS[like.framework].detached(validate.sink_logits(name, z, like))
+        return z.reshape(validate.sink_shape(name, z, checked.row_shape, checked.problem.layout == "bnhd"))
+
+    return Sinks(*[None if z is None else one(f"{side}_sink_logits", z) for side, z in zip(Sinks._fields, given)])
+
+
+def _sink(stats: Results, given: Sinks, ready: Ready) -> Sinks:
+    """Change rows to those with sinks, in place; the sinks' logits, one for each row."""
+    like, divergence = ready.inputs[ready.checked.at], ready.checked.problem.divergence
+    xp = frameworks.namespace(like)
+    rows = (stats.kl.array, stats.teacher_lse.array, stats.student_lse.array)
+    with frameworks.on_device(like):
+        spread = Sinks(*[None if z is None else sinks.spread(xp, z, rows[0]) for z in given])
+        if stats.teacher_entropy is not None and spread.teacher is not None:
+            entropy = stats.teacher_entropy.array
+            entropy[...] = sinks.entropy_with_sink(xp, entropy, rows[1], spread.teacher)
+        for row, x in zip(rows, sinks.with_sinks(xp, rows, spread, divergence), strict=True):
+            row[...] = x
+    return spread
+
+
+def _forward(
+    operands: tuple[Any, ...], given: dict[str, Any], dense_teacher_lse: Any, return_entropy: bool, **of_sinks: Any
+) -> Any:
     if return_entropy is not False:
         given = {**given, "return_entropy": return_entropy}
-    call = Call.of(ATTENTION_KL, operands, given)
+    call, asked = Call.of(ATTENTION_KL, operands, given), LossOptions(dense_teacher_lse=dense_teacher_lse, **of_sinks)
+    sunk = validate.sinks(asked.sinks, call.options, asked)
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
     like = ready.inputs[call.op.at]
     if (door := frameworks.door(like.framework)) is not None:
-        return door.forward(call, dense_teacher_lse)
+        return door.forward(call, asked)
+    found = _sink_logits(asked.sinks, ready) if sunk else None
     stats = ready.forward()
-    return frameworks.given_back(like, operands[call.op.at], _row_results(like, stats.kl.array, stats, dense))
+    if found is not None:
+        _sink(stats, found, ready)
+    return frameworks.given_back(like, operands[call.op.at], _row_results(call.op, like, stats.kl.array, stats, dense))
 
 
 def _backward(
@@ -221,10 +281,18 @@ def _backward(
     return frameworks.given_back(like, operands[call.op.at], grads)
 
 
-def _value_and_grad(
-    operands: tuple[Any, ...], given: dict[str, Any], row_weight: Any, reduction: str, wrt: Any
-) -> tuple[Any, KLGradients[Any]]:
-    call = Call.of(ATTENTION_KL, operands, given)
+def value_and_grad(
+    operands: tuple[Any, ...],
+    given: dict[str, Any],
+    row_weight: Any,
+    reduction: str,
+    wrt: Any,
+    op: Op = ATTENTION_KL,
+    **of_sinks: Any,
+) -> tuple[Any, KLGradients[Any] | KLSinkGradients[Any]]:
+    """The same with its gradients, for who has no autograd."""
+    call, asked = Call.of(op, operands, given), LossOptions(row_weight, reduction, **of_sinks)
+    sunk = validate.sinks(asked.sinks, call.options)
     wrt = validate.wanted(call.op, wrt)
     choice("reduction", reduction, REDUCTIONS)
     if reduction == "none":
@@ -239,20 +307,29 @@ def _value_and_grad(
     if row_weight is not None:
         row_weight = framework.detached(validate.row_weight(row_weight, ready.checked.row_shape, like))
     if (door := frameworks.door(like.framework)) is not None:
-        return door.value_and_grad(call, row_weight, reduction, wrt)  # type: ignore[no-any-return]
+        return door.value_and_grad(call, asked._replace(row_weight=row_weight), wrt)  # type: ignore[no-any-return]
+    given_sinks = _sink_logits(asked.sinks, ready) if sunk else None
     stats = ready.forward()
+    spread = None if given_sinks is None else _sink(stats, given_sinks, ready)
     xp = frameworks.namespace(like)
     with frameworks.on_device(like):
         lse = None if ready.checked.every_row_sees else stats.teacher_lse.array
         value, share = reductions.value_and_gradient(xp, stats.kl.array, lse, row_weight, reduction)
         grad = reductions.spread(xp, value, share, ready.checked.row_shape)
     saved = call.op.Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl, stats.moments)
-    grads = KLGradients(*ready._replace(saved=saved).backward(wrt))
+    found = zip(op.names, ready._replace(saved=saved).backward(wrt), strict=True)
+    grads: Any = KLGradients(**{name: x for name, x in found if x is not None})
+    if given_sinks is not None and spread is not None:
+        rows = (stats.kl.array, stats.teacher_lse.array, stats.student_lse.array)
+        with frameworks.on_device(like):
+            both = sinks.gradients(xp, grad, rows, spread, call.options.divergence)
+            summed = [None if z is None else sinks.summed(xp, x, z) for x, z in zip(both, given_sinks, strict=True)]
+        grads = KLSinkGradients(*grads, *summed)
     give = functools.partial(frameworks.given_back, like, operands[call.op.at])
     return give(value), give(grads)
 
 
-def _plan(
+def plan_of(
     operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, arch: str | None, return_entropy: bool
 ) -> Any:
     given = {**given, "return_entropy": return_entropy}
@@ -262,7 +339,7 @@ def _plan(
     return planning.make_plan(problem, planning.facts_for_arch(arch))
 
 
-def _warmup(operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, return_entropy: bool) -> None:
+def warm_up(operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, return_entropy: bool) -> None:
     given = {**given, "return_entropy": return_entropy}
     problem, wrt = _problem(operands, given, wrt, op)
     runner_for(problem).warmup(wrt)
@@ -287,7 +364,7 @@ def _dense_rows(dense: Any, ready: Ready) -> ArrayView | None:
     return view._replace(array=FRAMEWORKS[view.framework].detached(view.array))
 
 
-def _row_results(like: ArrayView, kl: Any, stats: Results, dense: ArrayView | None) -> Any:
+def _row_results(op: Op, like: ArrayView, kl: Any, stats: Results, dense: ArrayView | None) -> Any:
     """What a forward gave, with `kl` as it is asked for, and the teacher's mass where its dense log-sum-exps came."""
     _, teacher_lse, student_lse, *others = (None if view is None else view.array for view in stats)
     mass = None
@@ -296,6 +373,9 @@ def _row_results(like: ArrayView, kl: Any, stats: Results, dense: ArrayView | No
             validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense))
         with frameworks.on_device(like):
             mass = reductions.teacher_mass(frameworks.namespace(like), teacher_lse, dense.array)
+    elif op.given("teacher"):
+        with frameworks.on_device(like):
+            mass = reductions.target_mass(frameworks.namespace(like), teacher_lse)
     return rows_of(kl, teacher_lse, student_lse, mass, *others)
 
 
@@ -427,8 +507,8 @@ def attention_kl(
     return_entropy: bool = False,
     **options: Unpack[SharedByLosses],
 ) -> Any: ...
-@public(_loss)
-@_documented
+@public(loss)
+@documented
 def attention_kl(
     teacher_q: Any,
     teacher_k: Any,
@@ -462,6 +542,8 @@ def attention_kl(
     dense_teacher_lse: Any = None,
     return_entropy: bool = False,
     deterministic: bool | None = None,
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
 ) -> Any:
     """KL divergence of a student's attention rows from a teacher's, without their M x N matrices.
 
@@ -484,6 +566,7 @@ def attention_kl(
         return_lse: Also return the log-sum-exps, as constants.
         <DENSE>
         <ENTROPY>
+        <SINKS>
 
     Returns:
         KL in nats, (B, H, M) or without axes, in float32 (float64 where an input is), of the inputs' framework; with
@@ -515,6 +598,8 @@ def attention_kl_forward(
     *,
     dense_teacher_lse: None = None,
     return_entropy: Literal[False] = False,
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
     **options: Unpack[Shared],
 ) -> KLForward[Rows]: ...
 @overload
@@ -526,6 +611,8 @@ def attention_kl_forward(
     *,
     dense_teacher_lse: Given,
     return_entropy: Literal[False] = False,
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
     **options: Unpack[Shared],
 ) -> KLForwardMass[Rows]: ...
 @overload
@@ -537,6 +624,8 @@ def attention_kl_forward(
     *,
     dense_teacher_lse: Any = None,
     return_entropy: Literal[True],
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
     **options: Unpack[Shared],
 ) -> KLForwardRows[Rows]: ...
 @overload
@@ -548,6 +637,8 @@ def attention_kl_forward(
     *,
     dense_teacher_lse: None = None,
     return_entropy: Literal[False] = False,
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
     **options: Unpack[Shared],
 ) -> KLForward[A]: ...
 @overload
@@ -559,6 +650,8 @@ def attention_kl_forward(
     *,
     dense_teacher_lse: A,
     return_entropy: Literal[False] = False,
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
     **options: Unpack[Shared],
 ) -> KLForwardMass[A]: ...
 @overload
@@ -570,10 +663,12 @@ def attention_kl_forward(
     *,
     dense_teacher_lse: Any = None,
     return_entropy: Literal[True],
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
     **options: Unpack[Shared],
 ) -> KLForwardRows[A]: ...
-@public(_forward, outside_programs=_outside_programs)
-@_documented
+@public(_forward, outside_programs=outside_programs)
+@documented
 def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
     teacher_k: Any,
@@ -604,6 +699,8 @@ def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     dense_teacher_lse: Any = None,
     return_entropy: bool = False,
     deterministic: bool | None = None,
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
 ) -> KLForward[Any] | KLForwardMass[Any] | KLForwardRows[Any]:
     """Row values and log-sum-exps, outside every autograd: the first half of a hand-written gradient.
 
@@ -616,6 +713,7 @@ def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
         <OPTIONS>
         <DENSE>
         <ENTROPY>
+        <SINKS>
 
     Returns:
         `KLForward` of (B, H, M) arrays, float32 (float64 where an input is), of the inputs' framework; with
@@ -641,9 +739,9 @@ def attention_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     _backward,
     "What the forward saved goes by name: saved=forward, the whole result of attention_kl_forward(...), or "
     "teacher_lse=, student_lse= and kl=, which look alike",
-    outside_programs=_outside_programs,
+    outside_programs=outside_programs,
 )
-@_documented
+@documented
 def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @public
     grad: Any,
     teacher_q: A,
@@ -728,6 +826,20 @@ def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @publi
 
 @overload
 def attention_kl_value_and_grad(
+    teacher_q: A,
+    teacher_k: A,
+    student_q: A,
+    student_k: A,
+    *,
+    row_weight: Any = None,
+    reduction: Literal["sum", "mean"] = "mean",
+    wrt: Wrt = STUDENT,
+    teacher_sink_logits: A | None = None,
+    student_sink_logits: A,
+    **options: Unpack[Shared],
+) -> tuple[A, KLSinkGradients[A]]: ...
+@overload
+def attention_kl_value_and_grad(
     teacher_q: Given,
     teacher_k: Given,
     student_q: Given,
@@ -736,6 +848,8 @@ def attention_kl_value_and_grad(
     row_weight: Any = None,
     reduction: Literal["sum", "mean"] = "mean",
     wrt: Wrt = STUDENT,
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
     **options: Unpack[Shared],
 ) -> tuple[Rows, KLGradients[Given]]: ...
 @overload
@@ -748,10 +862,12 @@ def attention_kl_value_and_grad(
     row_weight: Any = None,
     reduction: Literal["sum", "mean"] = "mean",
     wrt: Wrt = STUDENT,
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
     **options: Unpack[Shared],
 ) -> tuple[A, KLGradients[A]]: ...
-@public(_value_and_grad, outside_programs=_outside_programs)
-@_documented
+@public(value_and_grad, outside_programs=outside_programs)
+@documented
 def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
     teacher_k: Any,
@@ -783,7 +899,9 @@ def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see 
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,
-) -> tuple[Any, KLGradients[Any]]:
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
+) -> tuple[Any, KLGradients[Any] | KLSinkGradients[Any]]:
     """A loss over all rows and its gradients, outside every autograd: one training step in one call.
 
     loss = sum(w KL) or sum(w KL) / sum(w), and its derivatives by the inputs named in `wrt`; see `attention_kl` and
@@ -796,9 +914,10 @@ def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see 
         <WEIGHT>
         reduction: "mean" or "sum"; "none" has no single gradient.
         <WRT>
+        <SINKS>
 
     Returns:
-        The loss in nats without axes, and `KLGradients`.
+        The loss in nats without axes, and `KLGradients`; with sinks `KLSinkGradients`, which has theirs too.
 
     Accuracy:
         As for `attention_kl` and `attention_kl_backward`.
@@ -815,8 +934,8 @@ def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see 
     """
 
 
-@public(_plan)
-@_documented
+@public(plan_of)
+@documented
 def plan(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
     teacher_k: Any,
@@ -878,8 +997,8 @@ def plan(  # type: ignore[empty-body]  # as are all: see @public
     """
 
 
-@public(_warmup)
-@_documented
+@public(warm_up)
+@documented
 def warmup(
     teacher_q: Any,
     teacher_k: Any,

@@ -18,10 +18,11 @@ from .arguments import flag
 from .attention import sparse_attention_backward, sparse_attention_forward
 from .autodiff import jax as autodiff
 from .call import Call
-from .ops import ATTENTION_KL, SPARSE_ATTENTION
-from .options import LossOptions
-from .results import AttentionForward, AttentionGradients, KLEntropy, KLGradients, rows_of
-from .rules import reductions
+from .ops import ATTENTION_KL, SPARSE_ATTENTION, Op
+from .options import MASK_ARRAYS, LossOptions
+from .results import AttentionForward, AttentionGradients, KLEntropy, KLGradients, KLSinkGradients, rows_of
+from .rules import masks, reductions, sinks
+from .rules.sinks import Sinks
 
 if TYPE_CHECKING:
     from .arrays import Results
@@ -38,10 +39,17 @@ __all__ = [
 ]
 
 
-def _loss(operands: tuple[Any, ...], given: dict[str, Any], *, return_entropy: bool = False, **own: Any) -> Any:
+def _loss(
+    operands: tuple[Any, ...],
+    given: dict[str, Any],
+    *,
+    op: Op = ATTENTION_KL,
+    return_entropy: bool = False,
+    **own: Any,
+) -> Any:
     if return_entropy is not False:
         given = {**given, "return_entropy": return_entropy}
-    call, asked = Call.of(ATTENTION_KL, operands, given), LossOptions(**own)
+    call, asked = Call.of(op, operands, given), LossOptions(**own)
     validate.loss(asked)
     return loss(call, asked)
 
@@ -80,17 +88,20 @@ def attention_kl(
     dense_teacher_lse: jax.Array | None = None,
     return_entropy: bool = False,
     deterministic: bool | None = None,
+    teacher_sink_logits: jax.Array | None = None,
+    student_sink_logits: jax.Array | None = None,
 ) -> Any:
     """KL divergence from a teacher's to a student's attention rows, differentiable by JAX.
 
     The arguments, results and accuracy are those of :func:`streamkl_cupy.attention_kl`, which comes here when it is
-    given JAX arrays. Gradients of first order reach the four inputs and ``row_weight``; only those that are asked for
-    are computed. The log-sum-exps carry no gradient. Second order raises NotImplementedError, forward mode TypeError.
+    given JAX arrays. Gradients of first order reach the four inputs, sinks and ``row_weight``; only those that are
+    asked for are computed. The log-sum-exps carry no gradient. Second order raises NotImplementedError, forward mode
+    TypeError.
 
     Works under ``jit``, ``grad``, ``vmap``, ``lax.scan``, ``checkpoint`` and ``shard_map``. Everything after the four
-    arrays is static except ``row_weight`` and the arrays of masks. ``vmap`` becomes one larger batch; packed sequences
-    have none, so there it becomes a loop. Under plain ``jit`` on sharded arrays XLA gathers them and every device
-    does all the work: use ``shard_map`` over the batch or head axis.
+    arrays is static except ``row_weight``, sinks and the arrays of masks. ``vmap`` becomes one larger batch; packed
+    sequences have none, so there it becomes a loop. Under plain ``jit`` on sharded arrays XLA gathers them and every
+    device does all the work: use ``shard_map`` over the batch or head axis.
     Under a transform the arrays are taken to be on JAX's default device. A `block_mask` is part of the program: another
     one means another compilation, and JAX keeps what it has compiled, patterns included, for as long as the jitted
     function of the caller, or for calls outside of one until `jax.clear_caches()`.
@@ -108,16 +119,19 @@ def attention_kl(
 def loss(call: Call, asked: LossOptions) -> Any:
     """`attention_kl` of a call with JAX arrays, its other arguments checked."""
     config = autodiff.checked(call)
-    value, rows = _value(call.operands, call.masks, asked.row_weight, config=config, reduction=asked.reduction)
+    given = _sinks(call, asked)
+    value, rows = _value(call.operands, call.masks, asked.row_weight, given, config=config, reduction=asked.reduction)
     if asked.return_lse:
-        return _with_mass(value, rows, asked.dense_teacher_lse)
+        return _with_mass(call.op, value, rows, asked.dense_teacher_lse)
     return KLEntropy(value, rows.teacher_entropy) if config.options.return_entropy else value
 
 
-def forward(call: Call, dense_teacher_lse: Any) -> Any:
+def forward(call: Call, asked: LossOptions) -> Any:
     """Row values and log-sum-exps."""
-    rows = autodiff.run_forward(call)
-    return _with_mass(rows.kl, rows, dense_teacher_lse)
+    rows, given = autodiff.run_forward(call), _sinks(call, asked)
+    if given is not None:
+        rows = autodiff.with_sinks(autodiff.config_of(call), rows, _spread(given, rows.kl))
+    return _with_mass(call.op, rows.kl, rows, asked.dense_teacher_lse)
 
 
 def backward(call: Call, saved: tuple[Any, ...], wrt: tuple[str, ...]) -> KLGradients:
@@ -125,18 +139,47 @@ def backward(call: Call, saved: tuple[Any, ...], wrt: tuple[str, ...]) -> KLGrad
     return KLGradients(**autodiff.run_backward(call, saved, wrt))
 
 
-def value_and_grad(call: Call, row_weight: Any, reduction: str, wrt: tuple[str, ...]) -> tuple[Any, KLGradients]:
+def value_and_grad(call: Call, asked: LossOptions, wrt: tuple[str, ...]) -> tuple[Any, KLGradients | KLSinkGradients]:
     """Loss and gradients."""
-    config, wrt = autodiff.config_of(call), autodiff.in_order(call.op, wrt)
-    value, grads = _value_and_grad(call.operands, call.masks, row_weight, config=config, reduction=reduction, wrt=wrt)
-    return value, KLGradients(**grads)
+    config, wrt, given = autodiff.config_of(call), autodiff.in_order(call.op, wrt), _sinks(call, asked)
+    value, grads, by_sinks = _value_and_grad(
+        call.operands, call.masks, asked.row_weight, given, config=config, reduction=asked.reduction, wrt=wrt
+    )
+    return value, KLGradients(**grads) if by_sinks is None else KLSinkGradients(*KLGradients(**grads), *by_sinks)
+
+
+def _sinks(call: Call, asked: LossOptions) -> Sinks | None:
+    """Sinks' logits, checked, as they broadcast to the rows; None where there are none."""
+    if not validate.sinks(asked.sinks, call.options, asked):
+        return None
+    rows = call.operands[call.op.at].shape[:-1]
+    last = call.options.layout == "bnhd" or masks.packing([n for n, x in zip(MASK_ARRAYS, call.masks) if x is not None])
+    found: list[Any] = [None, None]
+    for i, z in enumerate(asked.sinks):
+        if z is not None:
+            name = f"{Sinks._fields[i]}_sink_logits"
+            if not isinstance(z, jax.Array):
+                raise validate.not_of("jax", name, z)
+            found[i] = z.reshape(validate.sink_shape(name, z, rows, bool(last)))
+    return Sinks(*found)
+
+
+def _spread(given: Sinks, rows: Any) -> Sinks:
+    return Sinks(*[None if z is None else sinks.spread(jnp, z, rows) for z in given])
 
 
 @autodiff.differentiable
 def _value(
-    inputs: tuple[Any, ...], masks: tuple[Any, ...], row_weight: Any, *, config: autodiff.Config, reduction: str
+    inputs: tuple[Any, ...],
+    masks: tuple[Any, ...],
+    row_weight: Any,
+    given: Sinks | None,
+    *,
+    config: autodiff.Config,
+    reduction: str,
 ) -> tuple[Any, Results]:
-    rows = autodiff.rows(config, inputs, masks)
+    spread = None if given is None else _spread(given, autodiff.like_rows(config, inputs))
+    rows = autodiff.rows(config, inputs, masks, spread)
     _check_weight(row_weight, rows.kl)
     return reductions.reduce_rows(jnp, rows.kl, rows.teacher_lse, row_weight, reduction), rows._replace(kl=None)
 
@@ -146,23 +189,32 @@ def _value_and_grad(
     inputs: tuple[Any, ...],
     masks: tuple[Any, ...],
     row_weight: Any,
+    given: Sinks | None,
     *,
     config: autodiff.Config,
     reduction: str,
     wrt: tuple[str, ...],
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Any, dict[str, Any], Sinks | None]:
     rows = autodiff.forward(config, inputs, masks)
+    spread = None if given is None else _spread(given, rows.kl)
+    if spread is not None:
+        rows = autodiff.with_sinks(config, rows, spread)
     _check_weight(row_weight, rows.kl)
     value, share = reductions.value_and_gradient(jnp, rows.kl, rows.teacher_lse, row_weight, reduction)
     grad = reductions.spread(jnp, value, share, rows.kl.shape)
     saved = config.op.Saved(grad, rows.teacher_lse, rows.student_lse, rows.kl, rows.moments)
-    return value, autodiff.backward(config, wrt, inputs, masks, autodiff.needed(config, wrt, saved))
+    grads, by_sinks = autodiff.backward(config, wrt, inputs, masks, autodiff.needed(config, wrt, saved)), None
+    if spread is not None and given is not None:
+        each = autodiff.by_sinks(config, grad, rows, spread)
+        by_sinks = Sinks(*[None if z is None else sinks.summed(jnp, x, z) for x, z in zip(each, given)])
+    return value, grads, by_sinks
 
 
-def _with_mass(value: Any, rows: Results, dense: Any) -> Any:
+def _with_mass(op: Op, value: Any, rows: Results, dense: Any) -> Any:
     _, teacher_lse, student_lse, *others = rows
     if dense is None:
-        return rows_of(value, teacher_lse, student_lse, None, *others)
+        mass = reductions.target_mass(jnp, teacher_lse) if op.given("teacher") else None
+        return rows_of(value, teacher_lse, student_lse, mass, *others)
     if not isinstance(dense, jax.Array):
         raise validate.not_of("jax", "dense_teacher_lse", dense)
     # JAX's arrays of two dtypes know how to meet.

@@ -7,17 +7,19 @@ static is a field of `Options`; the arrays that masks read stand in the registry
 
 # Annotations are read here: they are the table.
 import math
+from collections import namedtuple
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from .arguments import FAR, a_kind_of, choice, flag, integer, listed
-from .ops import ATTENTION_KL, SPARSE_ATTENTION, Op
+from .ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION, Op
 from .problem import Side
 from .rules.divergences import DIVERGENCES, PARAMETERS
 from .rules.masks import ARRAYS
 from .rules.scores import SCORES
+from .rules.sinks import Sinks
 
 Layout = Literal["bhnd", "bnhd"]
 Precision = Literal["highest", "high"]
@@ -63,6 +65,35 @@ if TYPE_CHECKING:
 
         row_weight: Any
         reduction: Reduction
+        teacher_sink_logits: Any
+        student_sink_logits: Any
+
+    class SharedToTargets(TypedDict, total=False):
+        """Those beside a target in place of a teacher, with those of `attention_kl_to` alone."""
+
+        log_target: bool
+        student_scale: float | None
+        student_score: str
+        student_softcap: float | None
+        causal: bool
+        q_offset: int | None
+        window: tuple[int | None, int | None] | None
+        key_lengths: Any
+        query_lengths: Any
+        cu_seqlens_q: Any
+        cu_seqlens_k: Any
+        key_mask: Any
+        query_mask: Any
+        block_mask: BlockPattern | None
+        divergence: str
+        jsd_beta: float | None
+        smoothing: float | None
+        layout: Layout
+        precision: Precision
+        deterministic: bool | None
+        row_weight: Any
+        reduction: Reduction
+        student_sink_logits: Any
 
     class SharedByAttention(TypedDict, total=False):
         """The same of `sparse_attention`."""
@@ -229,7 +260,26 @@ class AttentionOptions(NamedTuple):
     ] = None
 
 
-OPTIONS: Final[dict[str, Any]] = {ATTENTION_KL.name: Options, SPARSE_ATTENTION.name: AttentionOptions}
+class TargetOptions(NamedTuple):
+    """Those beside a teacher that is given."""
+
+    log_target: Annotated[bool, Row(flag, "bool")] = False
+
+
+def _without(sides: str, more: Any) -> Any:
+    """The options but for those of a side, and more."""
+    rows = {name: kind for name, kind in Options.__annotations__.items() if not name.startswith(sides)}
+    defaults = {name: Options._field_defaults[name] for name in rows} | more._field_defaults
+    found: Any = namedtuple("Options", defaults, defaults=defaults.values())  # type: ignore[misc]  # as the names
+    found.__annotations__ = rows | more.__annotations__
+    return found
+
+
+OPTIONS: Final[dict[str, Any]] = {
+    ATTENTION_KL.name: Options,
+    ATTENTION_KL_TO.name: _without("teacher_", TargetOptions),
+    SPARSE_ATTENTION.name: AttentionOptions,
+}
 """The static options of each operation, by its name."""
 
 
@@ -240,6 +290,13 @@ class LossOptions(NamedTuple):
     reduction: str = "none"
     return_lse: bool = False
     dense_teacher_lse: Any = None
+    teacher_sink_logits: Any = None
+    student_sink_logits: Any = None
+
+    @property
+    def sinks(self) -> Sinks:
+        """Both sides' sinks as they came."""
+        return Sinks(self.teacher_sink_logits, self.student_sink_logits)
 
 
 # By operation and name: the rows of its options; by name the dtypes of the arrays that masks read.

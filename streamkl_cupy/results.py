@@ -60,6 +60,14 @@ if TYPE_CHECKING:
         student_q: T | Any = None
         student_k: T | Any = None
 
+    class KLSinkGradients(NamedTuple, Generic[T]):
+        teacher_q: T | Any = None
+        teacher_k: T | Any = None
+        student_q: T | Any = None
+        student_k: T | Any = None
+        teacher_sink_logits: T | Any = None
+        student_sink_logits: T | Any = None
+
     class AttentionForward(NamedTuple, Generic[T]):
         out: T
         lse: T
@@ -118,6 +126,17 @@ else:
         teacher_k: Any = None
         student_q: Any = None
         student_k: Any = None
+        __class_getitem__ = classmethod(GenericAlias)
+
+    class KLSinkGradients(NamedTuple):
+        """`KLGradients`, and those of sinks, (H,), in their dtype; None for sinks that a side does not have."""
+
+        teacher_q: Any = None
+        teacher_k: Any = None
+        student_q: Any = None
+        student_k: Any = None
+        teacher_sink_logits: Any = None
+        student_sink_logits: Any = None
         __class_getitem__ = classmethod(GenericAlias)
 
     class AttentionForward(NamedTuple):

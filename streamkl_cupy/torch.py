@@ -14,10 +14,11 @@ from .advice.signatures import public
 from .arguments import flag
 from .autodiff import torch as autodiff
 from .call import Call
-from .ops import ATTENTION_KL, SPARSE_ATTENTION
+from .ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION, Op
 from .options import LossOptions
 from .results import AttentionForward, KLEntropy, rows_of
 from .rules import reductions, states
+from .rules.sinks import Sinks
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
@@ -25,16 +26,20 @@ if TYPE_CHECKING:
 __all__ = ["attention_kl", "sparse_attention"]
 
 autodiff.register(ATTENTION_KL)
+autodiff.register(ATTENTION_KL_TO)
 
 
-def loss(inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOptions) -> Any:
-    """`attention_kl` of arrays and options by name."""
+def loss(op: Op, inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOptions) -> Any:
+    """`attention_kl` or `attention_kl_to` of arrays and options by name."""
     validate.loss(asked)
-    call, traced = autodiff.asked(ATTENTION_KL, inputs, given)
+    call, traced = autodiff.asked(op, inputs, given)
+    if validate.sinks(asked.sinks, call.options, asked):
+        rows = autodiff.results(call, traced, _spread(call, asked.sinks))
+        return _reduced(op, autodiff.there(op, call.options, rows), asked)
     if not traced and autodiff.unwatched((*inputs, *call.masks)):
         return _launched(call, asked)
     rows = autodiff.results(call, traced)
-    return _reduced(autodiff.there(ATTENTION_KL, call.options, rows), asked)
+    return _reduced(op, autodiff.there(op, call.options, rows), asked)
 
 
 def _launched(call: Call, asked: LossOptions) -> Any:
@@ -43,16 +48,16 @@ def _launched(call: Call, asked: LossOptions) -> Any:
     if weight is not None:
         _check_weight(weight, call.operands[call.op.at], ready.checked.row_shape)
     if not autodiff.differentiated(call.operands):
-        return _reduced(autodiff.tensors(ready.forward()), asked)
+        return _reduced(call.op, autodiff.tensors(ready.forward()), asked)
     # Weights that are differentiated too, or looked on, are torch's own matter.
     apart = weight is not None and not autodiff.plain((weight,))
     inside = LossOptions(return_lse=True) if apart else asked
     alone = not inside.return_lse and not call.options.return_entropy
-    names = _VALUE if alone else ATTENTION_KL.results
+    names = _VALUE if alone else call.op.results
     found = autodiff.step(call, ready, names, functools.partial(_reduction, inside))
     if apart:
-        return _reduced(found, asked)
-    return found if alone else _results(found, asked)
+        return _reduced(call.op, found, asked)
+    return found if alone else _results(call.op, found, asked)
 
 
 _VALUE = ATTENTION_KL.rows[:1]
@@ -64,24 +69,25 @@ def _reduction(asked: LossOptions, rows: Sequence[Any], every_row_sees: bool) ->
     return reductions.value_and_gradient(torch, rows[0], lse, asked.row_weight, asked.reduction)
 
 
-def _reduced(rows: tuple[Any, ...], asked: LossOptions) -> Any:
+def _reduced(op: Op, rows: tuple[Any, ...], asked: LossOptions) -> Any:
     """What was asked for of the rows, by torch's own functions."""
     kl, teacher_lse, *others = rows
     weight = asked.row_weight
     if weight is not None:
         _check_weight(weight, kl, kl.shape)
     value = reductions.reduce_rows(torch, kl, teacher_lse, weight, asked.reduction)
-    return _results((value, teacher_lse, *others), asked)
+    return _results(op, (value, teacher_lse, *others), asked)
 
 
-def _results(rows: tuple[Any, ...], asked: LossOptions) -> Any:
+def _results(op: Op, rows: tuple[Any, ...], asked: LossOptions) -> Any:
     """The value, and of the rows what was asked for beside it."""
     value, teacher_lse, student_lse, entropy, moments = rows
     if not asked.return_lse:
         return value if entropy is None else KLEntropy(value, entropy)
     dense: Any = asked.dense_teacher_lse
     if dense is None:
-        return rows_of(value, teacher_lse, student_lse, None, entropy, moments)
+        mass = reductions.target_mass(torch, teacher_lse) if op.given("teacher") else None
+        return rows_of(value, teacher_lse, student_lse, mass, entropy, moments)
     _check_given("dense_teacher_lse", dense, teacher_lse)
     validate.one_per_row("dense_teacher_lse", dense, teacher_lse.shape, teacher_lse.dtype)
     dense = dense.detach()
@@ -91,15 +97,39 @@ def _results(rows: tuple[Any, ...], asked: LossOptions) -> Any:
     return rows_of(value, teacher_lse, student_lse, mass, entropy, moments)
 
 
+def _spread(call: Call, given: Sinks) -> Sinks:
+    """Sinks' logits, one for each row."""
+    like = call.operands[call.op.at]
+    rows = like.new_empty(
+        0, dtype=torch.float64 if any(x.dtype == torch.float64 for x in call.operands) else torch.float32
+    )
+    last = call.options.layout == "bnhd" or autodiff.packed(call)
+    found: list[Any] = [None, None]
+    for i, (side, z) in enumerate(zip(Sinks._fields, given)):
+        if z is not None:
+            name = f"{side}_sink_logits"
+            _check_given(name, z, like)
+            shape = validate.sink_shape(name, z, like.shape[:-1], last)
+            found[i] = z.to(rows.dtype).reshape(shape).expand(like.shape[:-1])
+    return Sinks(*found)
+
+
 def _check_weight(weight: Any, rows: Tensor, row_shape: Sequence[int]) -> None:
     _check_given("row_weight", weight, rows)
     validate.weights(weight, row_shape)  # type: ignore[arg-type]
 
 
-def _loss(operands: tuple[Any, ...], given: dict[str, Any], *, return_entropy: bool = False, **own: Any) -> Any:
+def _loss(
+    operands: tuple[Any, ...],
+    given: dict[str, Any],
+    *,
+    op: Op = ATTENTION_KL,
+    return_entropy: bool = False,
+    **own: Any,
+) -> Any:
     if return_entropy is not False:
         given = {**given, "return_entropy": return_entropy}
-    return loss(operands, given, LossOptions(**own))
+    return loss(op, operands, given, LossOptions(**own))
 
 
 @public(_loss)
@@ -136,11 +166,13 @@ def attention_kl(
     dense_teacher_lse: Tensor | None = None,
     return_entropy: bool = False,
     deterministic: bool | None = None,
+    teacher_sink_logits: Tensor | None = None,
+    student_sink_logits: Tensor | None = None,
 ) -> Any:
     """KL divergence from a teacher's to a student's attention rows, differentiable by PyTorch.
 
     The arguments, results and accuracy are those of :func:`streamkl_cupy.attention_kl`, which comes here when it is
-    given torch tensors. Gradients of first order reach the four inputs and ``row_weight``, under autograd,
+    given torch tensors. Gradients of first order reach the four inputs, sinks and ``row_weight``, under autograd,
     ``torch.func``, ``torch.vmap``, ``torch.compile(fullgraph=True)`` and checkpointing; only those that are asked for
     are computed. The log-sum-exps and entropies are constants to autograd. Autocast does not touch the inputs, and the
     loss is float32. Second order and forward mode raise NotImplementedError.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,9 @@ from .problem import Operand, Problem, Side, canonical_strides, compact_strides
 from .rules import masks as rules
 from .rules.divergences import DIVERGENCES, given_parameters
 from .rules.scores import SCORES
+from .rules.scores.given import LOG_PROBABILITY, PROBABILITY
+from .rules.sinks import Sinks
+from .rules.sinks import check as check_sinks
 
 MAX_SCALE = 2e38  # times log2(e) it must still be a float32
 
@@ -41,8 +45,8 @@ def wanted(op: Op, wrt: Any) -> tuple[str, ...]:
     if not isinstance(wrt, (tuple, list)):
         raise TypeError(f"wrt is {a_kind_of(wrt)}; pass a tuple of argument names, such as {_example(op)}")
     for name in wrt:
-        if not isinstance(name, str) or name not in op.names:
-            raise ValueError(f"wrt names {name!r}; allowed are {listed(op.names)}")
+        if not isinstance(name, str) or name not in op.by:
+            raise ValueError(f"wrt names {name!r}; allowed are {listed(op.by)}")
     if not wrt:
         raise ValueError(f"wrt is empty; name at least one input, such as {_example(op)}")
     if len(set(wrt)) != len(wrt):
@@ -176,7 +180,7 @@ def to_problem(op: Op, inputs: Inputs, chosen: Any, masks: MaskArrays | None = N
         packing.check(chosen, given, {view.name: view.shape for view in inputs})
         chosen = chosen._replace(layout=packing.layout)
     extents = _operands(op, inputs, chosen.layout)
-    (q, k), *_ = (op.pair(side) for side in op.sides)
+    q, k = op.pair(op.operand[op.like].side)
     batch, heads, queries, _ = extents[q.name]
     keys = extents[k.name][2]
     sizes = rules.Extents(batch, heads, queries, keys, len(first.shape))
@@ -331,6 +335,44 @@ def states(outs: Any, lses: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(outs), tuple(lses)
 
 
+def sinks(given: Sinks, options: Any, asked: LossOptions | None = None) -> bool:
+    """Check sinks before anything is read; whether there are any."""
+    check_sinks(given, options.divergence)
+    some = any(z is not None for z in given)
+    if some and asked is not None and asked.dense_teacher_lse is not None:
+        raise NotImplementedError(
+            "dense_teacher_lse beside sinks: a mass of keys is built without sinks; take the log-sum-exps of both "
+            "calls, return_lse=True, and exp(lse - dense_lse) of what is meant"
+        )
+    return some
+
+
+def sink_shape(name: str, z: Any, row_shape: Sequence[int], heads_last: bool) -> tuple[int, ...]:
+    """Check the shape and dtype of a sink's logits, one for each head; the shape that broadcasts to the rows."""
+    heads = 1 if len(row_shape) == 1 else row_shape[-1 if heads_last else -2]
+    if tuple(z.shape) != (heads,):
+        raise ValueError(
+            f"{name}: shape {tuple(z.shape)}, but there is one logit for each of the {heads} query heads: expected "
+            f"({heads},)"
+        )
+    label = dtype_label(z.dtype)
+    if not label.startswith(("float", "bfloat")):
+        raise TypeError(f"{name} has dtype {label}; allowed are floating-point numbers")
+    return (heads,) if heads_last or len(row_shape) == 1 else (heads, 1)
+
+
+def sink_logits(name: str, z: Any, like: ArrayView) -> Any:
+    """A sink's logits as the rows' library takes them."""
+    if not hasattr(z, "shape") or isinstance(z, np.generic):
+        raise TypeError(
+            f"{name} is {a_kind_of(z)}; pass an array of the inputs' framework, one logit for each query head"
+        )
+    one_framework({like.name: like.framework, name: framework_of(name, z)})
+    z = known(like.framework).values(name, z)
+    same_device(like.name, getattr(like.array, "device", None), name, getattr(z, "device", None))
+    return z
+
+
 def weight_framework(weight: Any, framework: str) -> str:
     """The framework of weights, which must be an array; `framework` is that of the inputs."""
     if not hasattr(weight, "shape") or isinstance(weight, np.generic):
@@ -376,11 +418,13 @@ def _operands(op: Op, views: Sequence[ArrayView], layout: str) -> _Extents:
         _must_agree(x, other, axis, extents)
     for x in op.operands:
         dim = extents[x.name][3]
+        if op.given(x.side):
+            continue
         if dim < 1:
             raise ValueError(f"{x.name}: head dim 0; allowed are 1 to {x.max_dim} for the {x.side}")
         if dim > x.max_dim:
             raise NotImplementedError(f"{x.name}: head dim {dim}; built are 1 to {x.max_dim} for the {x.side}")
-    for q, k in map(op.pair, op.sides):
+    for q, k in (op.pair(side) for side in op.sides if not op.given(side)):
         _divide(k.name, extents[k.name][1], q.name, extents[q.name][1])
     return extents
 
@@ -412,8 +456,8 @@ def _divide(name: str, key_heads: int, other: str, heads: int) -> None:
 
 
 def _must_agree(x: OperandSpec, other: OperandSpec, axis: int, extents: _Extents) -> None:
-    have, want = extents[x.name][axis], extents[other.name][axis]
-    if have != want:
+    have, want = extents[x.name][axis], extents[other.name][other.axes.index(x.axes[axis])]
+    if have != want and not (axis == 1 and other.one_for_all and want == 1):
         q = x.rows == "q"
         what, plural = (
             ("batch", "batch entries"),
@@ -422,6 +466,8 @@ def _must_agree(x: OperandSpec, other: OperandSpec, axis: int, extents: _Extents
             ("head dim", "columns"),
         )[axis]
         hint = "; an op that sums over a teacher's heads is not built" if what == "query heads" else ""
+        if axis == 1 and other.one_for_all:
+            hint = f"; but one head of {other.name} may stand for all"
         raise ValueError(
             f"{x.name}: {have} {plural}, but {other.name} has {want}; both must share the {what} axis{hint}"
         )
@@ -437,6 +483,9 @@ def _side(op: Op, side: str, operands: dict[str, Operand], chosen: Any) -> Side:
     def asked(what: str, default: Any) -> Any:
         return getattr(chosen, op.option(side, what), default)
 
+    if given := op.given(side):
+        keys = operands[op.pair(op.operand[op.like].side)[1].name].rows
+        return _given_side(operands[given.name], keys, chosen)
     q, k = (operands[x.name] for x in op.pair(side))
     scale, name, softcap = asked("scale", None), asked("score", Side.score), asked("softcap", Side.softcap)
     score = SCORES[name]
@@ -455,6 +504,14 @@ def _side(op: Op, side: str, operands: dict[str, Operand], chosen: Any) -> Side:
             f"are proportional to the scale. Leave one of the two out"
         )
     return Side(q, k, float(scale), name, softcap)
+
+
+def _given_side(x: Operand, keys: int, chosen: Any) -> Side:
+    """A side that is read from one array: what its queries and its keys add to the address of a pair."""
+    batch, head, row, column = x.strides
+    q = replace(x, dim=0, strides=(batch, head if x.heads > 1 else 0, row, 0))
+    k = replace(x, rows=keys, dim=0, strides=(0, 0, column, 0))
+    return Side(q, k, 1.0, LOG_PROBABILITY.name if chosen.log_target else PROBABILITY.name)
 
 
 def _check_float32(op: Op, name: str, side: Side) -> None:

@@ -120,7 +120,7 @@ def test_every_header_of_a_registry_folder_is_registered() -> None:
     registered = {entry.header for registry in (MASKS, DIVERGENCES, SCORES) for entry in registry.values()}
     shared = {f"{folder}/interface.cuh" for folder in ("masks", "divergences", "scores")}
     shared |= {"masks/all.cuh", "masks/bits.cuh", "divergences/relative_entropy.cuh", "divergences/softmax_sums.cuh"}
-    shared |= {"divergences/overlap.cuh", "scores/all.cuh", "scores/softcap.cuh"}
+    shared |= {"divergences/overlap.cuh", "scores/all.cuh", "scores/softcap.cuh", "scores/given.cuh"}
     assert {name_of(path) for path in sources("masks", "divergences", "scores")} - shared == registered
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ..ops import ATTENTION_KL, SPARSE_ATTENTION, Op
+from ..ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION, Op
 from ..options import SHARED
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -136,6 +136,12 @@ _WORDS: Final = {
     ATTENTION_KL.name: _Words(
         _OF_MAPS,
         "grad, the derivative of the loss by each row's KL, comes first",
+        "Values have no part in it, and masks are named: key_mask, key_lengths, row_weight",
+        {},
+    ),
+    ATTENTION_KL_TO.name: _Words(
+        "It takes the target, and the student's queries and keys",
+        "",
         "Values have no part in it, and masks are named: key_mask, key_lengths, row_weight",
         {},
     ),

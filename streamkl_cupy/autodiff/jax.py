@@ -57,6 +57,8 @@ from ..ops import Op
 from ..options import MASK_ARRAYS, NO_MASKS
 from ..problem import Device, Problem, compact_strides
 from ..rules import masks as rules
+from ..rules import sinks
+from ..rules.sinks import Sinks
 
 TESTED_JAX = "0.8 to 0.11"
 
@@ -170,13 +172,24 @@ def _backward_entry(
 # What is traced: differentiable results, and both halves alone.
 
 
-def rows(config: Config, inputs: _Operands, masks: _Masks) -> Results:
+def rows(config: Config, inputs: _Operands, masks: _Masks, given: Sinks | None = None) -> Results:
     """Trace a differentiable forward. What is not differentiable is a constant, by declaration, as with torch: a loss
-    on it has gradient zero."""
+    on it has gradient zero. With sinks' logits, one for each row, rows are those with sinks."""
     op = config.op
-    found = _rows(config, *_varying_alike(op, inputs, masks))
+    if given is None or given == Sinks():
+        found = _rows(config, *_varying_alike(op, inputs, masks))
+    else:
+        alike = _varying_alike(op, inputs, masks)
+        found = _sunk(config, *alike, Sinks(*(z if z is None else _marked((z,), alike[0])[0] for z in given)))
     constant = (name not in op.differentiable for name in op.results)
     return op.Results(*(jax.lax.stop_gradient(x) if c else x for x, c in zip(found, constant, strict=True)))
+
+
+def like_rows(config: Config, inputs: _Operands) -> Any:
+    """The shape and type of rows."""
+    like = inputs[config.op.at]
+    wide = any(x is not None and x.dtype == "float64" for x in inputs)
+    return _Result(like.shape[:-1], "float64" if wide else "float32")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -207,6 +220,61 @@ def _rows_bwd(config: Config, residuals: Any, cotangents: Results) -> tuple[Any,
 
 
 _rows.defvjp(_rows_fwd, _rows_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sunk(config: Config, inputs: _Operands, masks: _Masks, given: Sinks) -> Results:
+    return with_sinks(config, forward(config, inputs, masks), given)
+
+
+def with_sinks(config: Config, found: Results, given: Sinks) -> Results:
+    """Rows with sinks, from those without."""
+    lse, entropy = found.teacher_lse, found.teacher_entropy
+    if entropy is not None and given.teacher is not None:
+        entropy = sinks.entropy_with_sink(jnp, entropy, lse, given.teacher)
+    kl, teacher_lse, student_lse = sinks.with_sinks(
+        jnp, (found.kl, lse, found.student_lse), given, config.options.divergence
+    )
+    return found._replace(kl=kl, teacher_lse=teacher_lse, student_lse=student_lse, teacher_entropy=entropy)
+
+
+def _sunk_fwd(config: Config, inputs: _Operands, masks: _Masks, given: Sinks) -> tuple[Results, Any]:
+    primals = inputs
+    inputs, masks = (tuple(None if x is None else x.value for x in y) for y in (inputs, masks))
+    values = Sinks(*(None if z is None else z.value for z in given))
+    found = _sunk(config, inputs, masks, values)
+    wanted = sum(1 << i for i, p in enumerate(primals) if p is not None and p.perturbed)
+    return found, (inputs, masks, found, jnp.zeros((wanted, 0), bool), values)
+
+
+def _sunk_bwd(config: Config, residuals: Any, cotangents: Results) -> tuple[Any, None, Sinks]:
+    *residuals, given = residuals
+    found = residuals[2]
+    if isinstance(cotangents.kl, SymbolicZero):
+        return ((None,) * len(residuals[0]), None, Sinks())
+    by_inputs, _ = _rows_bwd(config, tuple(residuals), cotangents)
+    return (by_inputs, None, by_sinks(config, cotangents.kl, found, given))
+
+
+_sunk.defvjp(_sunk_fwd, _sunk_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def by_sinks(config: Config, grad: Any, found: Results, given: Sinks) -> Sinks:
+    """Derivatives by sinks' logits, one for each row, which nothing may differentiate."""
+    of_rows = (found.kl, found.teacher_lse, found.student_lse)
+    return sinks.gradients(jnp, grad, of_rows, given, config.options.divergence)
+
+
+def _by_sinks_fwd(config: Config, grad: Any, found: Results, given: Sinks) -> tuple[Sinks, None]:
+    return by_sinks(config, grad, found, given), None
+
+
+def _by_sinks_bwd(config: Config, residuals: None, cotangents: Any) -> NoReturn:
+    raise NotImplementedError(_NO_SECOND_ORDER.format(op=config.op.name))
+
+
+by_sinks.defvjp(_by_sinks_fwd, _by_sinks_bwd)
 
 
 def _saved(op: Op, found: Results, cotangents: Results) -> Saved:

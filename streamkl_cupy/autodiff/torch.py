@@ -53,6 +53,8 @@ from ..call import Call, SavedArrays
 from ..ops import Op
 from ..options import MASK_ARRAYS, NO_MASKS, OPTIONS, TABLES, further_results
 from ..rules import masks as rules
+from ..rules import sinks
+from ..rules.sinks import Sinks
 
 
 def asked(op: Op, operands: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Call, bool]:
@@ -70,12 +72,23 @@ def asked(op: Op, operands: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[
     return call, written
 
 
-def results(call: Call, written: bool) -> tuple[Tensor, ...]:
-    """All results of a call that somebody looks on, in the order of the record; empty what the call does not have."""
+def results(call: Call, written: bool, given: Sinks | None = None) -> tuple[Tensor, ...]:
+    """All results of a call that somebody looks on, in the order of the record; empty what the call does not have.
+
+    With sinks' logits, one for each row, rows are those with sinks, and differentiable by these too.
+    """
     found: tuple[Tensor, ...]
+    of_sinks = () if given is None else tuple(given)
     if written:
         dynamo = torch.compiler.is_dynamo_compiling()
-        found = _in_graph(call.op.name, dynamo, *call.operands, *call.masks, *_with_key(call.options))
+        arguments = (dynamo, *call.operands, *call.masks, *_with_key(call.options))
+        found = (
+            _in_graph(call.op.name, *arguments)
+            if given is None
+            else _in_graph_sunk(call.op.name, *of_sinks, *arguments)
+        )
+    elif given is not None:
+        found = _Sunk.apply(*call.operands, *call.masks, call.options, None, call.op.name, *of_sinks)  # type: ignore[no-untyped-call]
     else:
         for name, x in zip((*call.op.names, *MASK_ARRAYS), (*call.operands, *call.masks)):
             if type(x) is not Tensor and x is not None:
@@ -168,7 +181,27 @@ def _in_graph(name: str, *args: Any) -> tuple[Tensor, ...]:
     One function of the graph, because the tracer of Python code does not tell a symbol from a number.
     """
     of = _operators[name]
-    dynamo, call = args[0], of.call(args[1:])
+    arrays, options, packed = _packed_numbers(of, args[0], of.call(args[1:]))
+    found: tuple[Tensor, ...]
+    if _transforms_active():  # which do not support the derivative of an operator
+        found = _Transformed.apply(*arrays, options, packed, name)  # type: ignore[no-untyped-call]
+    else:
+        forward = of.forward if options.block_mask is None and packed is None else of.forward_on_host
+        found = forward(*arrays, *options, packed)
+    return found
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _in_graph_sunk(name: str, teacher: Tensor | None, student: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    """The same with sinks, as a function around the operators."""
+    of = _operators[name]
+    arrays, options, packed = _packed_numbers(of, args[0], of.call(args[1:]))
+    found: tuple[Tensor, ...] = _Sunk.apply(*arrays, options, packed, name, teacher, student)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _packed_numbers(of: _Operators, dynamo: bool, call: Call) -> tuple[tuple[Any, ...], Any, Tensor | None]:
+    """Arrays and options of a call that is written down, and as a tensor the numbers that are symbols."""
     options, packed = call.options, None
     if dynamo and options.block_mask is not None and torch.compiler.is_exporting():
         raise NotImplementedError(
@@ -183,14 +216,7 @@ def _in_graph(name: str, *args: Any) -> tuple[Tensor, ...]:
     options = of.with_numbers(options, numbers)
     if getattr(forward_ad, "_current_level", -1) >= 0:  # programs are compiled anew for each level
         raise NotImplementedError(of.no_forward_mode)
-    arrays = (*call.operands, *call.masks)
-    found: tuple[Tensor, ...]
-    if _transforms_active():  # which do not support the derivative of an operator
-        found = _Transformed.apply(*arrays, options, packed, name)  # type: ignore[no-untyped-call]
-    else:
-        forward = of.forward if options.block_mask is None and packed is None else of.forward_on_host
-        found = forward(*arrays, *options, packed)
-    return found
+    return (*call.operands, *call.masks), options, packed
 
 
 def _flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -444,7 +470,7 @@ class _Operators:
 
     def forward_of_batches(self, op: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         call, dims = self.call(args), self.call(in_dims)
-        if _packed(call):
+        if packed(call):
             return _looped(op, info.batch_size, in_dims, args)
         folded = _Fold(info.batch_size, call, dims)
         found = op(*folded.arguments(call, dims), self.numbers(args))
@@ -458,7 +484,7 @@ class _Operators:
         *rows, wanted = args[: self.before]
         args = args[self.before :]
         call, dims = self.call(args), self.call(in_dims[self.before :])
-        if _packed(call):
+        if packed(call):
             return _looped(op, info.batch_size, in_dims, (*rows, wanted, *args))
         folded = _Fold(info.batch_size, call, dims)
         saved = [folded.fold(x, d) for x, d in zip(rows, in_dims)]
@@ -615,6 +641,77 @@ class _Transformed(torch.autograd.Function):
 _Transformed.forward.__signature__ = inspect.signature(_Transformed.forward)  # type: ignore[attr-defined]
 
 
+class _Sunk(torch.autograd.Function):
+    """`_Transformed` with sinks, whose logits come last, one for each row, or None. What gradients read are the rows
+    with sinks, so the backward is the operator's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        *rest, teacher, student = args
+        of = _operators[rest[-1]]
+        kl, teacher_lse, student_lse, entropy, *others = _Transformed.forward(*rest)
+        options = rest[-3]
+        if options.return_entropy and teacher is not None:
+            entropy = sinks.entropy_with_sink(torch, entropy, teacher_lse, teacher)
+        rows = sinks.with_sinks(torch, (kl, teacher_lse, student_lse), Sinks(teacher, student), options.divergence)
+        assert of.op.results[:4] == ("kl", "teacher_lse", "student_lse", "teacher_entropy")
+        return (*rows, entropy, *others)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *arrays, options, numbers, name, teacher, student = inputs
+        of = ctx.of = _operators[name]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        key = options.block_mask if isinstance(options.block_mask, Tensor) else None
+        ctx.options = options if key is None else options._replace(block_mask=None)
+        ctx.save_for_backward(*output[:3], teacher, student, *arrays, key, numbers)
+        of.saved(options, tuple(ctx.needs_input_grad[: of.at_masks]))  # or an error about a constant
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        of, grad = ctx.of, grads[0]
+        needed = ctx.needs_input_grad
+        if grad is None:
+            return (None,) * len(needed)
+        kl, teacher_lse, student_lse, teacher, student, *arrays, key, numbers = ctx.saved_tensors
+        options = ctx.options if key is None else ctx.options._replace(block_mask=key)
+        wanted = list(needed[: of.at_masks])
+        found: tuple[Any, ...] = (None,) * len(wanted)
+        if any(wanted):
+            value = kl if 0 in of.saved(options, tuple(wanted)) else None
+            saved = (grad, teacher_lse, student_lse, value, None)
+            found = _Once.apply(*saved, wanted, *arrays, options, numbers, of.op.name)  # type: ignore[no-untyped-call]
+        by_sinks = _SinksOnce.apply(grad, kl, teacher_lse, student_lse, teacher, student, options.divergence)  # type: ignore[no-untyped-call]
+        nothing = (None,) * (len(needed) - len(wanted) - 2)
+        return (*(g if w else None for g, w in zip(found, wanted)), *nothing, *by_sinks)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise NotImplementedError(ctx.of.no_forward_mode)
+
+
+class _SinksOnce(torch.autograd.Function):
+    """Derivatives by sinks' logits, which nothing may differentiate: what they are made of is as good as constant."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Any, ...]:
+        grad, *rows, teacher, student, divergence = args
+        return tuple(sinks.gradients(torch, grad, tuple(rows), Sinks(teacher, student), divergence))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise NotImplementedError(_operators["attention_kl"].no_second_order)
+
+
 class _Once(torch.autograd.Function):
     """The backward operator, which nothing may differentiate. Its last argument names the operation."""
 
@@ -635,7 +732,7 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError(ctx.of.no_second_order)
 
 
-def _packed(call: Call) -> bool:
+def packed(call: Call) -> bool:
     """Whether there are packed sequences, which have no batch axis that vmap's could become part of."""
     return rules.packing([name for name, x in zip(MASK_ARRAYS, call.masks) if x is not None]) is not None
 

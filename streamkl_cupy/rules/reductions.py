@@ -78,6 +78,12 @@ def teacher_mass(xp: Any, lse: Any, dense_lse: Any) -> Any:
     return xp.exp(lse - xp.where(lse == -xp.inf, 0.0, dense_lse))
 
 
+@to_zero
+def target_mass(xp: Any, lse: Any) -> Any:
+    """Share of a given distribution on the keys a row sees."""
+    return xp.exp(lse)
+
+
 def _reduced(xp: Any, kl: Any, w: Any, reduction: str) -> tuple[Any, Any]:
     """Rows of the weights `w` reduced, and the sum of these where the mean has divided by it."""
     # A row that weighs nothing must not spoil the rest when its own value is NaN; a plain product would keep
