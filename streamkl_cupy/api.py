@@ -18,7 +18,7 @@ from .call import Call, Ready, SavedArrays, runner_for
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS
 from .ops import ATTENTION_KL, OPS, Op
-from .options import REDUCTIONS, Layout, LossOptions, Precision, Reduction
+from .options import REDUCTIONS, Layout, LossOptions, Precision, Reduction, with_sunk
 from .problem import STUDENT, Device, Problem, Wrt
 from .results import A, KLEntropy, KLForward, KLForwardMass, KLForwardRows, KLGradients, KLSinkGradients, rows_of
 from .rules import reductions, sinks
@@ -175,7 +175,7 @@ def loss(
         from . import torch
 
         return torch.loss(op, operands, given, asked)
-    call = Call.of(op, operands, given)
+    call = Call.of(op, operands, with_sunk(given, asked))
     validate.loss(asked)
     sunk = validate.sinks(asked.sinks, call.options, asked)
     row_weight = asked.row_weight
@@ -223,8 +223,19 @@ def _sink_logits(given: Sinks, ready: Ready) -> Sinks:
     return Sinks(*[None if z is None else one(f"{side}_sink_logits", z) for side, z in zip(Sinks._fields, given)])
 
 
-def _sink(stats: Results, given: Sinks, ready: Ready) -> Sinks:
-    """Change rows to those with sinks, in place; the sinks' logits, one for each row."""
+def _by_sinks(rows: list[Any], given: Sinks, ready: Ready) -> list[Any]:
+    """Gradients by sinks' logits, from the upstream gradient, values and log-sum-exps of rows."""
+    like = ready.inputs[ready.checked.at]
+    xp = frameworks.namespace(like)
+    with frameworks.on_device(like):
+        grad, *found = rows
+        spread = Sinks(*[None if z is None else sinks.spread(xp, z, found[0]) for z in given])
+        both = sinks.gradients(xp, grad, tuple(found), spread, ready.checked.problem.divergence)
+        return [None if z is None else sinks.summed(xp, x, z) for x, z in zip(both, given, strict=True)]
+
+
+def _sink(stats: Results, given: Sinks, ready: Ready) -> None:
+    """Change rows to those with sinks, in place."""
     like, divergence = ready.inputs[ready.checked.at], ready.checked.problem.divergence
     xp = frameworks.namespace(like)
     rows = (stats.kl.array, stats.teacher_lse.array, stats.student_lse.array)
@@ -235,7 +246,6 @@ def _sink(stats: Results, given: Sinks, ready: Ready) -> Sinks:
             entropy[...] = sinks.entropy_with_sink(xp, entropy, rows[1], spread.teacher)
         for row, x in zip(rows, sinks.with_sinks(xp, rows, spread, divergence), strict=True):
             row[...] = x
-    return spread
 
 
 def _forward(
@@ -243,7 +253,8 @@ def _forward(
 ) -> Any:
     if return_entropy is not False:
         given = {**given, "return_entropy": return_entropy}
-    call, asked = Call.of(ATTENTION_KL, operands, given), LossOptions(dense_teacher_lse=dense_teacher_lse, **of_sinks)
+    asked = LossOptions(dense_teacher_lse=dense_teacher_lse, **of_sinks)
+    call = Call.of(ATTENTION_KL, operands, with_sunk(given, asked))
     sunk = validate.sinks(asked.sinks, call.options, asked)
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
@@ -266,19 +277,33 @@ def _backward(
     kl: Any,
     moments: Any,
     wrt: Any,
-) -> KLGradients[Any]:
+    **of_sinks: Any,
+) -> KLGradients[Any] | KLSinkGradients[Any]:
     grad, *operands = arguments
-    call = Call.of(ATTENTION_KL, tuple(operands), given)
+    asked = LossOptions(**of_sinks)
+    call = Call.of(ATTENTION_KL, tuple(operands), with_sunk(given, asked))
+    sunk = validate.sinks(asked.sinks, call.options)
     teacher_lse, student_lse, kl, moments = validate.saved_rows(saved, teacher_lse, student_lse, kl, moments)
     wrt = validate.wanted(call.op, wrt)
     moments = validate.rows_given(call.op, kl, moments, call.options.divergence, wrt)
     ready = call.ready(SavedArrays((grad, teacher_lse, student_lse, kl, moments)))
     like = ready.inputs[call.op.at]
     ready.checked.backward_bytes(wrt)
+    if sunk and kl is None:
+        raise ValueError(
+            "gradients by sinks need the row values: pass the whole result of attention_kl_forward as saved=, or its "
+            "kl as kl="
+        )
     if (door := frameworks.door(like.framework)) is not None:
-        return door.backward(call, (grad, teacher_lse, student_lse, kl, moments), wrt)  # type: ignore[no-any-return]
-    grads = KLGradients(*ready.backward(wrt))
-    return frameworks.given_back(like, operands[call.op.at], grads)
+        grads: Any = door.backward(call, (grad, teacher_lse, student_lse, kl, moments), wrt)
+    else:
+        grads = KLGradients(*ready.backward(wrt))
+    if sunk:
+        named = zip(("grad", "kl", "teacher_lse", "student_lse"), (grad, kl, teacher_lse, student_lse), strict=True)
+        rows = [describe(name, x).array for name, x in named]
+        grads = KLSinkGradients(*grads, *_by_sinks(rows, _sink_logits(asked.sinks, ready), ready))
+    found: KLGradients[Any] | KLSinkGradients[Any] = frameworks.given_back(like, operands[call.op.at], grads)
+    return found
 
 
 def value_and_grad(
@@ -291,7 +316,8 @@ def value_and_grad(
     **of_sinks: Any,
 ) -> tuple[Any, KLGradients[Any] | KLSinkGradients[Any]]:
     """The same with its gradients, for who has no autograd."""
-    call, asked = Call.of(op, operands, given), LossOptions(row_weight, reduction, **of_sinks)
+    asked = LossOptions(row_weight, reduction, **of_sinks)
+    call = Call.of(op, operands, with_sunk(given, asked))
     sunk = validate.sinks(asked.sinks, call.options)
     wrt = validate.wanted(call.op, wrt)
     choice("reduction", reduction, REDUCTIONS)
@@ -310,7 +336,8 @@ def value_and_grad(
         return door.value_and_grad(call, asked._replace(row_weight=row_weight), wrt)  # type: ignore[no-any-return]
     given_sinks = _sink_logits(asked.sinks, ready) if sunk else None
     stats = ready.forward()
-    spread = None if given_sinks is None else _sink(stats, given_sinks, ready)
+    if given_sinks is not None:
+        _sink(stats, given_sinks, ready)
     xp = frameworks.namespace(like)
     with frameworks.on_device(like):
         lse = None if ready.checked.every_row_sees else stats.teacher_lse.array
@@ -319,12 +346,9 @@ def value_and_grad(
     saved = call.op.Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl, stats.moments)
     found = zip(op.names, ready._replace(saved=saved).backward(wrt), strict=True)
     grads: Any = KLGradients(**{name: x for name, x in found if x is not None})
-    if given_sinks is not None and spread is not None:
-        rows = (stats.kl.array, stats.teacher_lse.array, stats.student_lse.array)
-        with frameworks.on_device(like):
-            both = sinks.gradients(xp, grad, rows, spread, call.options.divergence)
-            summed = [None if z is None else sinks.summed(xp, x, z) for x, z in zip(both, given_sinks, strict=True)]
-        grads = KLSinkGradients(*grads, *summed)
+    if given_sinks is not None:
+        rows = [grad, stats.kl.array, stats.teacher_lse.array, stats.student_lse.array]
+        grads = KLSinkGradients(*grads, *_by_sinks(rows, given_sinks, ready))
     give = functools.partial(frameworks.given_back, like, operands[call.op.at])
     return give(value), give(grads)
 
@@ -777,6 +801,8 @@ def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @publi
     layout: Layout = "bhnd",
     precision: Precision = "highest",
     deterministic: bool | None = None,
+    teacher_sink_logits: Any = None,
+    student_sink_logits: Any = None,
 ) -> KLGradients[A]:
     """Gradients from what the forward saved, outside every autograd: the second half.
 
@@ -800,10 +826,12 @@ def attention_kl_backward(  # type: ignore[empty-body]  # as are all: see @publi
             <NEEDS_VALUE>.
         moments: Likewise; needed only where the forward returned some.
         <WRT>
+        <SINKS>
+            Those of the forward: without them query gradients may lack a part.
         <OPTIONS>
 
     Returns:
-        `KLGradients`, None where `wrt` does not ask.
+        `KLGradients`, None where `wrt` does not ask; with sinks `KLSinkGradients`, which has theirs too.
 
     Accuracy:
         Relative L2 error <= 4e-3 for bfloat16, 5e-4 for float16 and 1e-5 for float32 inputs. Gradients below 6e-5, as

@@ -19,7 +19,7 @@ from .attention import sparse_attention_backward, sparse_attention_forward
 from .autodiff import jax as autodiff
 from .call import Call
 from .ops import ATTENTION_KL, SPARSE_ATTENTION, Op
-from .options import MASK_ARRAYS, LossOptions
+from .options import MASK_ARRAYS, LossOptions, with_sunk
 from .results import AttentionForward, AttentionGradients, KLEntropy, KLGradients, KLSinkGradients, rows_of
 from .rules import masks, reductions, sinks
 from .rules.sinks import Sinks
@@ -49,7 +49,8 @@ def _loss(
 ) -> Any:
     if return_entropy is not False:
         given = {**given, "return_entropy": return_entropy}
-    call, asked = Call.of(op, operands, given), LossOptions(**own)
+    asked = LossOptions(**own)
+    call = Call.of(op, operands, with_sunk(given, asked))
     validate.loss(asked)
     return loss(call, asked)
 

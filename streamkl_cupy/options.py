@@ -242,6 +242,8 @@ class Options(NamedTuple):
     some_keys: Annotated[bool, Row(flag, "bool", shared=False)] = False
     # Of calls whose gradients are added to others, which sharded calls do.
     wide_gradients: Annotated[str, Row(lambda name, value: choice(name, value, WIDE), "str", shared=False)] = ""
+    # Whether rows have sinks, whose logits are the doors' own.
+    sunk: Annotated[bool, Row(flag, "bool", shared=False)] = False
 
 
 class AttentionOptions(NamedTuple):
@@ -297,6 +299,11 @@ class LossOptions(NamedTuple):
     def sinks(self) -> Sinks:
         """Both sides' sinks as they came."""
         return Sinks(self.teacher_sink_logits, self.student_sink_logits)
+
+
+def with_sunk(given: dict[str, Any], asked: LossOptions) -> dict[str, Any]:
+    """Options that were given, with the one that says that there are sinks."""
+    return given if asked.teacher_sink_logits is None and asked.student_sink_logits is None else {**given, "sunk": True}
 
 
 # By operation and name: the rows of its options; by name the dtypes of the arrays that masks read.

@@ -212,7 +212,8 @@ class Plan:
             + "".join(f", {name} {x:g}" for name, x in p.parameters)
             + (", entropy" if p.entropy else "")
             + (", some keys" if p.some_keys else "")
-            + (f", wide gradients {p.wide_gradients}" if p.wide_gradients else ""),
+            + (f", wide gradients {p.wide_gradients}" if p.wide_gradients else "")
+            + (", sinks" if p.sunk else ""),
             *(
                 f"  {name}: given, {side.dtype}, {counted(side.q.heads, 'head')}"
                 if side.given

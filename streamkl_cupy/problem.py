@@ -141,6 +141,8 @@ class Problem:
     gradients that add up to 0."""
     wide_gradients: str = ""
     """Of queries "q", of keys "k": whose gradients are float32 beside 16-bit operands, for others to be added to."""
+    sunk: bool = False
+    """Whether sinks take mass of rows, so that the logit gradients of a row do not add up to 0."""
     op: str = ATTENTION_KL.name
     """The operation, by its name among `OPS`."""
     extras: tuple[Operand, ...] = ()

@@ -15,7 +15,7 @@ from .arguments import flag
 from .autodiff import torch as autodiff
 from .call import Call
 from .ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION, Op
-from .options import LossOptions
+from .options import LossOptions, with_sunk
 from .results import AttentionForward, KLEntropy, rows_of
 from .rules import reductions, states
 from .rules.sinks import Sinks
@@ -32,7 +32,7 @@ autodiff.register(ATTENTION_KL_TO)
 def loss(op: Op, inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOptions) -> Any:
     """`attention_kl` or `attention_kl_to` of arrays and options by name."""
     validate.loss(asked)
-    call, traced = autodiff.asked(op, inputs, given)
+    call, traced = autodiff.asked(op, inputs, with_sunk(given, asked))
     if validate.sinks(asked.sinks, call.options, asked):
         rows = autodiff.results(call, traced, _spread(call, asked.sinks))
         return _reduced(op, autodiff.there(op, call.options, rows), asked)

@@ -108,14 +108,30 @@ def test_rows_and_gradients(core: Any, rng: Any, divergence: str, which: tuple[b
             assert x is None
         else:
             assert np.linalg.norm(core.numpy(x) - y) <= 3 * bound * (np.linalg.norm(y) + 1e-2)
-    # A backward of its own reads rows that have their sinks.
-    del options["teacher_sink_logits" if given[1] is None else "student_sink_logits"]
-    options.pop("teacher_sink_logits", None)
     again = streamkl_cupy.attention_kl_backward(
         core.array(weight, dtype), *arrays, **options, saved=explicit, wrt=INPUT_NAMES
     )
-    for x, y in zip(again, grads[:4], strict=True):
-        np.testing.assert_allclose(core.numpy(x), core.numpy(y), rtol=1e-5, atol=1e-6)
+    for x, y in zip(again, grads, strict=True):
+        if x is not None:
+            np.testing.assert_allclose(core.numpy(x), core.numpy(y), rtol=1e-4, atol=1e-5)
+
+
+def test_keys_with_a_large_common_part(core: Any, rng: Any) -> None:
+    """What kernels leave out of keys goes unnoticed only where the logit gradients of a row add up to 0."""
+    case = make(H=2, M=33, N=64, D_t=32, seed=int(rng.integers(2**31)))
+    arrays = [*case.arrays]
+    for i in (1, 3):
+        arrays[i] = reference.rounded(arrays[i] + 4 * rng.standard_normal((1, 1, 1, 32)), "float32")
+    case = case._replace(arrays=tuple(arrays))
+    # Where the sums of rows lie.
+    given = tuple(reference.rounded(reference.forward(*arrays).teacher_lse.mean((0, 2)) + x, "float32") for x in (0, 1))
+    weight = np.ones((1, 2, 33))
+    expected = dense(case, given, weight, "kl")
+    _, grads = streamkl_cupy.attention_kl_value_and_grad(
+        *core.arrays(case), reduction="sum", wrt=INPUT_NAMES, **named(given, lambda z: core.array(z, "float32"))
+    )
+    for x, y in zip(grads, (*expected.gradients, *expected.by_sinks), strict=True):
+        assert np.linalg.norm(core.numpy(x) - y) <= 1e-4 * np.linalg.norm(y)
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd", "packed", "no batch", "no heads"])

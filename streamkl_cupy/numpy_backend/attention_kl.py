@@ -51,6 +51,9 @@ class KLBlocks(Blocks):
         group, at, divergence = task.group, task.at, self._divergence
         views, grads, segment = group.views, group.grads, group.segment
         halves = self.halves(views, at, scratch)
+        if self.problem.sunk:
+            for half in halves:
+                half.leave_keys()
         wanted = _wants("teacher", grads), _wants("student", grads)
         saved = {name: x[at].astype(self.dtype) for name, x in group.rows.items()}
         value: Array | float = 0.0

@@ -180,6 +180,11 @@ class Half:
     def _slopes(self, shape: tuple[int, ...]) -> Array | None:
         return None if self.score.linear else self.scratch(f"{self.name}_slopes", shape)
 
+    def leave_keys(self) -> None:
+        """Take nothing that they have in common from the keys: where the logit gradients of a row do not add up to 0,
+        the gradient of its query has that in it."""
+        self._looked = True
+
     def _look(self, keys: Array, tile: Tile) -> None:
         """Find what the keys of the block have in common, from those of its first tile that any row sees."""
         self._looked = True
@@ -188,7 +193,8 @@ class Half:
         if tile.visible is None:
             sample = SAMPLED_AT * keys.shape[2] >> 32
         else:
-            seen = np.flatnonzero(tile.visible.any(axis=tuple(range(tile.visible.ndim - 1))))
+            lead = tuple(range(tile.visible.ndim - 1))
+            seen = np.flatnonzero(np.broadcast_to(tile.visible.any(axis=lead), keys.shape[2]))
             if not len(seen):
                 return
             sample = seen[SAMPLED_AT * len(seen) >> 32]

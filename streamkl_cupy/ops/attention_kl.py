@@ -50,5 +50,6 @@ OP = Op(
         ("return_entropy", "entropy"),
         ("some_keys", "some_keys"),
         ("wide_gradients", "wide_gradients"),
+        ("sunk", "sunk"),
     ),
 )
