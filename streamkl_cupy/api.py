@@ -353,27 +353,37 @@ def value_and_grad(
     return give(value), give(grads)
 
 
+def _plan(operands: tuple[Any, ...], given: dict[str, Any], op: str, **own: Any) -> Any:
+    return plan_of(OPS[choice("op", op, (ATTENTION_KL.name,))], operands, given, **own)
+
+
 def plan_of(
-    operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, arch: str | None, return_entropy: bool
+    op: Op, operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, arch: str | None, return_entropy: bool
 ) -> Any:
+    """What a call of a divergence would run."""
     given = {**given, "return_entropy": return_entropy}
-    problem, _ = _problem(operands, given, wrt, op, None if arch is None else arrays.cuda(0))
+    problem, _ = _problem(op, operands, given, wrt, None if arch is None else arrays.cuda(0))
     if arch is None:
         return runner_for(problem).plan
     return planning.make_plan(problem, planning.facts_for_arch(arch))
 
 
-def warm_up(operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, return_entropy: bool) -> None:
+def _warmup(operands: tuple[Any, ...], given: dict[str, Any], op: str, **own: Any) -> None:
+    warm_up(OPS[choice("op", op, (ATTENTION_KL.name,))], operands, given, **own)
+
+
+def warm_up(op: Op, operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, return_entropy: bool) -> None:
+    """Have that compiled and loaded."""
     given = {**given, "return_entropy": return_entropy}
-    problem, wrt = _problem(operands, given, wrt, op)
+    problem, wrt = _problem(op, operands, given, wrt)
     runner_for(problem).warmup(wrt)
 
 
 def _problem(
-    operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, op: str, device: Device | None = None
+    op: Op, operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, device: Device | None = None
 ) -> tuple[Problem, Wrt]:
     """What arrays or stand-ins ask for, with the gradients that are meant."""
-    call = Call.of(OPS[choice("op", op, (ATTENTION_KL.name,))], operands, given)
+    call = Call.of(op, operands, given)
     wrt = validate.wanted(call.op, wrt)
     problem = call.problem(device)
     validate.gradients_built(problem, wrt)
@@ -962,7 +972,7 @@ def attention_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see 
     """
 
 
-@public(plan_of)
+@public(_plan)
 @documented
 def plan(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
@@ -1025,7 +1035,7 @@ def plan(  # type: ignore[empty-body]  # as are all: see @public
     """
 
 
-@public(warm_up)
+@public(_warmup)
 @documented
 def warmup(
     teacher_q: Any,

@@ -35,11 +35,11 @@ def _value_and_grad(operands: tuple[Any, ...], given: dict[str, Any], **own: Any
 
 
 def _plan(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
-    return api.plan_of(operands, given, op=ATTENTION_KL_TO.name, **own)
+    return api.plan_of(ATTENTION_KL_TO, operands, given, **own)
 
 
 def _warmup(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> None:
-    api.warm_up(operands, given, op=ATTENTION_KL_TO.name, **own)
+    api.warm_up(ATTENTION_KL_TO, operands, given, **own)
 
 
 @overload

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import pydoc
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from conftest import CuPy, Jax, Torch
 
 import streamkl_cupy
+from streamkl_cupy import options
 from streamkl_cupy.cli import catalogue
 from streamkl_cupy.compiler.nvrtc import build
 from streamkl_cupy.rules.divergences import DIVERGENCES
@@ -330,6 +334,20 @@ def test_calls_that_do_not_fit(rng: Any) -> None:
         streamkl_cupy.attention_kl_to(p, q, k, log_target=0.5)
     with pytest.raises(ValueError, match='wrt names \'target\'; allowed are "student_q", "student_k"'):
         streamkl_cupy.attention_kl_to_value_and_grad(p, q, k, wrt=("target",))
+
+
+@pytest.mark.parametrize(
+    "name", ["attention_kl_to", *(f"attention_kl_to_{x}" for x in ("value_and_grad", "plan", "warmup"))]
+)
+def test_signatures_have_every_option(name: str) -> None:
+    function = getattr(streamkl_cupy, name)
+    parameters, text = inspect.signature(function).parameters, inspect.getdoc(function) or ""
+    for option, row in options.TABLES["attention_kl_to"].items():
+        if row.shared:
+            assert parameters[option].default == options.OPTIONS["attention_kl_to"]._field_defaults[option]
+    for option in options.SHARED["attention_kl_to"]:
+        assert re.search(rf"^ +{option}: \S", text, re.M), option
+    assert max(map(len, pydoc.plain(pydoc.render_doc(function)).splitlines())) <= 120
 
 
 def test_plans_say_what_runs_and_why() -> None:
