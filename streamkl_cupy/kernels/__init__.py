@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, Final
 
-from ..ops import ATTENTION_KL, SPARSE_ATTENTION
+from ..ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION
 from . import (
     attention_combine,
     attention_gradient_sm80,
@@ -32,7 +32,15 @@ KERNELS: dict[str, tuple[Kernel[Any], ...]] = {
 }
 """By kind of task, the most capable first; the last forward and gradients run on every supported GPU."""
 
-JOINS: Final[dict[str, ModuleType]] = {ATTENTION_KL.name: combine, SPARSE_ATTENTION.name: attention_combine}
+JOINS: Final[dict[str, ModuleType]] = {
+    ATTENTION_KL.name: combine,
+    ATTENTION_KL_TO.name: combine,
+    SPARSE_ATTENTION.name: attention_combine,
+}
 """By operation, what joins the splits of its forward."""
-SAVED_ROWS: Final[dict[str, ModuleType]] = {ATTENTION_KL.name: saved_rows, SPARSE_ATTENTION.name: attention_rows}
+SAVED_ROWS: Final[dict[str, ModuleType]] = {
+    ATTENTION_KL.name: saved_rows,
+    ATTENTION_KL_TO.name: saved_rows,
+    SPARSE_ATTENTION.name: attention_rows,
+}
 """By operation, what makes of saved rows those that its gradients read."""

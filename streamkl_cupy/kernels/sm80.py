@@ -54,14 +54,14 @@ class Portable(Kernel[TileRow]):
         return tile.warps * 32
 
     def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
-        loads = {
-            f"SKL_{x.name.upper() if x.extra else x.side[0].upper() + x.rows.upper()}_VECTOR": int(
-                vector_loads(work.problem.operand(x.name))
-            )
-            for x in work.problem.operation.operands
-        }
-        if work.given:
-            loads["SKL_TK_VECTOR"] = 0  # has no columns
+        op = work.problem.operation
+        loads = {}
+        for x in op.operands:
+            given = op.given(x.side)
+            of = x.name.upper() if x.extra and not given else x.side[0].upper() + x.rows.upper()
+            loads[f"SKL_{of}_VECTOR"] = int(vector_loads(work.problem.operand(x.name)))
+            if given:
+                loads[f"SKL_{x.side[0].upper()}K_VECTOR"] = 0  # keys have no columns
         return {**loads, "SKL_MIN_BLOCKS": tile.min_blocks, "SKL_UNROLL": tile.unroll}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
-from ..ops import ATTENTION_KL, SPARSE_ATTENTION
+from ..ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION
 from ..rules.masks import most_words
 
 # C spelling and code of `struct`. `u64` is what a call fills in: addresses, and the words of tensor maps.
@@ -431,6 +431,7 @@ def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
 
 ARGS: Final[dict[str, Callable[..., Any]]] = {
     ATTENTION_KL.name: args_of,
+    ATTENTION_KL_TO.name: args_of,
     SPARSE_ATTENTION.name: attention_args_of,
 }
 """By operation, the arguments of its kernels by the names of the numbers of each side."""
