@@ -636,7 +636,7 @@ def test_torch_tensors_go_to_the_torch_front_with_every_argument(monkeypatch: py
     monkeypatch.setattr(front, "loss", lambda *given: seen.append(given) or "done")
     x = torch.ones(2, 3)
     assert streamkl_cupy.attention_kl(x, x, x, x, teacher_scale=0.5, reduction="mean") == "done"
-    assert seen == [((x, x, x, x), {"teacher_scale": 0.5}, LossOptions(reduction="mean"))]
+    assert seen == [(ATTENTION_KL, (x, x, x, x), {"teacher_scale": 0.5}, LossOptions(reduction="mean"))]
 
 
 def test_a_call_like_an_earlier_one_is_not_checked_again(
