@@ -293,6 +293,85 @@ MASK_BITS = Struct(
     ),
 )
 
+INDEXER = Struct(
+    "IndexerArgs",
+    (
+        *(Field(name, TENSOR4) for name in ("teacher_q", "teacher_k", "rope_q", "rope_k", "index_q", "index_k")),
+        Field("target", TENSOR4, "(B, G, M, N) float32, read or written"),
+        Field("out_q", TENSOR4),
+        Field("out_k", TENSOR4),
+        *(Field(name, TENSOR3) for name in ("out_value", "out_lse", "out_mass", "out_weights")),
+        Field("lse2", "u64", "[B][H][M] the teacher's in base 2, +inf where a head counts nothing"),
+        Field("weights", "u64", "[B][HI][M]"),
+        Field("row_stats", "u64", "[B][G][M] (student's log-sum-exp in base 2, 1 / mass, gradient times scale, 0)"),
+        Field("row_keys", "u64", "[B][M] (start, end)"),
+        Field("tile_keys", "u64", "[B][grid_tiles] (least start, largest end)"),
+        Field("bits", "u64", "a bit for each key that is there"),
+        Field("states", "u64", "[B G][split][M] of rows"),
+        Field("strip", "u64", "[B][G][strip_rows][strip_pitch] gradients of logits"),
+        Field("key_sums", "u64", "[share][B][index_key_heads][N][depth] float32"),
+        Field("broken", "u64", "an int: whether the student's queries and keys hold NaN or infinities"),
+        Field("bits_batch", "i64", "strides of the bits, in words"),
+        Field("bits_group", "i64"),
+        Field("bits_row", "i64"),
+        Field("entries", "int", "of the batch"),
+        Field("groups", "int"),
+        Field("queries", "int"),
+        Field("keys", "int"),
+        Field("teacher_heads", "int", "of a group"),
+        Field("teacher_group", "int", "heads that read one key head"),
+        Field("rope_group", "int", "the same of the rotary parts"),
+        Field("index_heads", "int", "of a group"),
+        Field("index_key_heads", "int", "1 or one for each group"),
+        Field("first_tile", "int", "of rows, of this launch, on the strip's grid"),
+        Field("tiles", "int", "of this launch"),
+        Field("grid_tiles", "int", "of all rows"),
+        Field("splits", "int", "blocks over which the keys of one row tile are split"),
+        Field("shares", "int", "blocks over which the rows of one key tile are split"),
+        Field("strip_rows", "int"),
+        Field("strip_pitch", "int", "elements"),
+        Field("first_row", "int", "of a target"),
+        Field("end_row", "int"),
+        Field("teacher_scale2", "float", "in base 2"),
+        Field("index_scale2", "float"),
+    ),
+    "all that the indexer's kernels read and write",
+)
+
+INDEXER_ROWS = Struct(
+    "IndexerRowsArgs",
+    (
+        Field("key_start", TENSOR3),
+        Field("key_end", TENSOR3),
+        Field("mask", TENSOR3, "bytes, its rows are keys"),
+        Field("counts", TENSOR3, "ids of rows that count"),
+        Field("ids", TENSOR4),
+        *(Field(name, "u64") for name in ("cu_seqlens_q", "cu_seqlens_k", "row_keys", "tile_keys", "bases", "bits")),
+        Field("q_offset", "i64"),
+        Field("chosen", "i64", "ids of a row"),
+        Field("queries", "int"),
+        Field("keys", "int"),
+        Field("sequences", "int", "0: all is one"),
+        Field("diagonal", "int", "whether there is one"),
+        Field("offset_given", "int"),
+        Field("ratio", "int", "tokens of a key"),
+        Field("relative", "int", "whether ids count from the start of a sequence"),
+        Field("bit_groups", "int"),
+        *(Field(f"wide_{name}", "int") for name in ("q", "k", "start", "end", "counts", "ids")),
+    ),
+    "which keys rows see; wide integers have 64 bits",
+)
+INDEXER_PACK = Struct(
+    "IndexerPackArgs",
+    (
+        *(Field(name, TENSOR3) for name in ("teacher_lse", "in_weights", "grad", "index_lse", "mass")),
+        *(Field(name, "u64") for name in ("lse2", "weights", "row_stats")),
+        *(Field(name, "int") for name in ("entries", "groups", "queries", "teacher_heads", "index_heads")),
+        Field("index_scale", "float"),
+    ),
+    "what is packed of rows; heads are those of all groups",
+)
+
 
 Names = tuple[str, ...]
 

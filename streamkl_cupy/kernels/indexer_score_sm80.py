@@ -1,0 +1,55 @@
+"""The indexer's score tile, `kernels/indexer_score_sm80.cu`.
+
+A block has two buffers for the queries of a step and two for its keys, of the longest row of either side:
+2 * (64 + columns) * pitch bytes. Rows longer than a part are read part by part, and their keys then with every head.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .gpus import DeviceFacts
+from .indexer import CODES, GRID, IndexerKernel, IndexerShape, kernel, pitch, shape_constants, tile_constants, too_large
+from .structs import INDEXER
+
+Ending = Literal["rows", "strip", "target", "lse"]
+ENDINGS: tuple[Ending, ...] = ("rows", "strip", "target", "lse")
+# Whole rows where they fit, so that keys stay for all heads that read them.
+_PARTS = {"bfloat16": (192, 128, 64), "float16": (192, 128, 64), "float32": (64, 32)}
+# Operands of planes take registers of their own.
+_COLUMNS = {False: (64, 32), True: (32, 16)}
+
+
+def _part(dim: int, most: int) -> int:
+    """Columns of a part: all of them where they fit, else so many that parts are equal where they can be."""
+    padded = -(-dim // 16) * 16
+    if padded <= most:
+        return padded
+    equal = [part for part in range(16, most + 1, 16) if dim % part == 0 and part > most // 2]
+    return max(equal, default=most)
+
+
+def plan(shape: IndexerShape, ending: Ending, facts: DeviceFacts) -> IndexerKernel:
+    """The largest tile that fits."""
+    wide = "float32" in (shape.teacher, shape.student)
+    for columns in _COLUMNS[wide]:
+        for teacher_most in _PARTS[shape.teacher]:
+            teacher = max(_part(shape.teacher_dim, teacher_most), 16)
+            index = _part(shape.index_dim, min(teacher_most, _PARTS[shape.student][0]))
+            row = max(pitch(teacher, shape.teacher), pitch(index, shape.student))
+            smem = 2 * (GRID + columns) * row
+            if smem > facts.smem_per_block or shape.rope_dim > teacher:
+                continue
+            constants = {
+                **shape_constants(shape),
+                **tile_constants(columns, 2, 2, 2 if wide else 4),
+                "SKL_T_ELEMENT": CODES[shape.teacher],
+                "SKL_T_DIM": shape.teacher_dim,
+                "SKL_T_PART": teacher,
+                "SKL_R_DIM": shape.rope_dim,
+                "SKL_S_PART": index,
+                "SKL_ENDING": ENDINGS.index(ending),
+                "SKL_TARGET": int(shape.target),
+            }
+            return kernel("indexer_score_sm80", constants, INDEXER, smem_bytes=smem)
+    raise too_large(f"rotary parts of {shape.rope_dim} columns beside {shape.teacher_dim}", facts)
