@@ -31,6 +31,15 @@ from .attention import (
 )
 from .errors import CaptureError, CompilerError, DriverError, StreamKLError
 from .frameworks.base import DOORS
+from .indexer.api import (
+    IndexerForward,
+    IndexerGradients,
+    indexer_kl,
+    indexer_kl_backward,
+    indexer_kl_forward,
+    indexer_kl_value_and_grad,
+    indexer_target,
+)
 from .targets import attention_kl_to, attention_kl_to_plan, attention_kl_to_value_and_grad, attention_kl_to_warmup
 
 __all__ = [
@@ -39,6 +48,8 @@ __all__ = [
     "CaptureError",
     "CompilerError",
     "DriverError",
+    "IndexerForward",
+    "IndexerGradients",
     "KLEntropy",
     "KLForward",
     "KLForwardMass",
@@ -54,6 +65,11 @@ __all__ = [
     "attention_kl_to_value_and_grad",
     "attention_kl_to_warmup",
     "attention_kl_value_and_grad",
+    "indexer_kl",
+    "indexer_kl_backward",
+    "indexer_kl_forward",
+    "indexer_kl_value_and_grad",
+    "indexer_target",
     "merge_attention_states",
     "parallel",
     "patterns",

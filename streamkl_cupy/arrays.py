@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .problem import Device, compact_strides
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-MASK_ITEMSIZE = {"int32": 4, "bool": 1}
+MASK_ITEMSIZE = {"int32": 4, "int64": 8, "bool": 1}
 SIZES = {**ITEMSIZE, **MASK_ITEMSIZE}
 CPU = Device("cpu")
 

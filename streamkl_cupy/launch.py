@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from math import inf, prod
 from operator import attrgetter
@@ -505,3 +506,17 @@ def _made_rows(problem: Problem, address: int) -> bytes:
     heads, rows = problem.heads, problem.queries
     size = 4 * problem.batch * heads * rows
     return b"".join(TENSOR3.packer.pack(address + i * size, heads * rows, rows, 1) for i in range(len(SAVED_ROWS)))
+
+
+@contextmanager
+def in_context(index: int) -> Iterator[None]:
+    """Make a GPU's primary context current, for launches of the driver's, and afterwards again whatever was."""
+    driver = import_cupy().cuda.driver
+    before, own = driver.ctxGetCurrent(), _primary_context(index)
+    if before != own:
+        driver.ctxSetCurrent(own)
+    try:
+        yield
+    finally:
+        if before != own:
+            driver.ctxSetCurrent(before)

@@ -136,6 +136,22 @@ def test_sparse_student_options(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "a plot that nobody asked for"
 
 
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_indexer_warmup(tmp_path: Path, rng: np.random.Generator, differentiated: bool) -> None:
+    differentiating = [name for name in ("torch", "jax") if installed(name)]
+    if differentiated and not differentiating:
+        pytest.skip("not installed: torch, jax")
+    framework = str(rng.choice(differentiating)) if differentiated else "numpy"
+    drawn = ["--plot", "plot.png"] if framework == "numpy" and installed("matplotlib") else []
+    text = run("indexer_warmup.py", "--framework", framework, "--steps", "25", *drawn, cwd=tmp_path)
+    before, after = map(float, re.findall(r"([\d.]+)%", text))
+    assert before < 20
+    assert after > 40
+    first, last = falls(text, "training")
+    assert last < 0.2 * first
+    assert [path.name for path in tmp_path.iterdir()] == (["plot.png"] if drawn else [])
+
+
 def test_masks_benchmark(tmp_path: Path) -> None:
     """Small and on the CPU: what is measured means nothing there, but every case runs, is checked and is written."""
     script = "benchmarks/masks.py"
@@ -386,6 +402,12 @@ WRONG: dict[str, dict[str, list[str]]] = {
         "--stride": ["0", "-3", str(2**31)],
         "--sink": ["-1", str(2**31)],
         "--dense-heads": ["-1", "10"],
+    },
+    "indexer_warmup.py": {
+        **STUDENT,
+        "--plot": FILES,
+        "--heads": ["0", "129", "x"],
+        "--keep": ["0", "129"],
     },
     "long_context.py": {
         "--forward": ["0"],

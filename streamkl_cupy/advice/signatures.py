@@ -193,7 +193,9 @@ def public(
 
     def decorate(function: _F) -> _F:
         signature = inspect.signature(function)
-        arrays = tuple(p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
+        placed = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        arrays = tuple(p.name for p in placed)
+        needed = tuple(p.name for p in placed if p.default is p.empty)
         own = {
             p.name: p.default
             for p in signature.parameters.values()
@@ -209,12 +211,11 @@ def public(
             if len(args) != places:
                 if len(args) > places:
                     raise TypeError(_too_many(op, name, args, arrays, too_many))
-                for argument in arrays[len(args) :]:
+                for argument in needed[len(args) :]:
                     if argument not in options:
-                        raise TypeError(
-                            _too_few(op, name, arrays, [x for x in arrays[len(args) :] if x not in options])
-                        )
-                args = (*args, *[options.pop(argument) for argument in arrays[len(args) :]])
+                        missing = [x for x in needed[len(args) :] if x not in options]
+                        raise TypeError(_too_few(op, name, needed, missing))
+                args = (*args, *[options.pop(x.name, x.default) for x in placed[len(args) :]])
             alone = {option: options.pop(option, default) for option, default in own.items()} if options else own
             for option in options:
                 if option not in shared:

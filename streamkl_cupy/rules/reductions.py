@@ -72,6 +72,12 @@ def spread(xp: Any, value: Any, share: Any, shape: tuple[int, ...]) -> Any:
 
 
 @to_zero
+def weight_sum(xp: Any, kl: Any, lse: Any, weight: Any) -> Any:
+    """What a mean divides by: the weights of all rows that see a key."""
+    return xp.sum(_row_weights(xp, kl, lse, weight))
+
+
+@to_zero
 def teacher_mass(xp: Any, lse: Any, dense_lse: Any) -> Any:
     """Share of the teacher's dense distribution on the keys a row sees; 0 where it sees none."""
     # Selected before the subtraction: -inf minus -inf is NaN, and NumPy warns of it even where it is not taken.

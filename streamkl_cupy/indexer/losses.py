@@ -1,0 +1,35 @@
+"""From rows to what was asked for, the same for every framework; `xp` is numpy, torch or jax.numpy."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..rules import reductions
+from .results import IndexerForward
+
+
+class IndexLoss(NamedTuple):
+    """What becomes of rows."""
+
+    row_weight: Any = None
+    reduction: str = "none"
+    return_stats: bool = False
+
+
+def inactive(xp: Any, target_sum: Any) -> Any:
+    """What `reductions` takes for log-sum-exps: -inf for rows that do not count, for they see no key, or no head has
+    mass in what they see."""
+    return xp.where(target_sum == 0, -xp.inf, xp.zeros_like(target_sum))
+
+
+def reduced(xp: Any, rows: tuple[Any, ...], asked: IndexLoss) -> Any:
+    """The rows kl, index_lse, target_sum and teacher_lse as they were asked for."""
+    kl, index_lse, target_sum, teacher_lse = rows
+    marks = inactive(xp, target_sum)
+    value = kl
+    if asked.row_weight is not None or asked.reduction != "none":
+        value = reductions.reduce_rows(xp, kl, marks, asked.row_weight, asked.reduction)
+    if not asked.return_stats:
+        return value
+    total = reductions.weight_sum(xp, kl, marks, asked.row_weight)
+    return IndexerForward(value, index_lse, target_sum, teacher_lse, total)

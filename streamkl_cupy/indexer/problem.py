@@ -1,0 +1,333 @@
+"""What a call of the indexer asks for, and the errors of one that does not fit.
+
+TypeError is for kinds and dtypes, ValueError for shapes and options, NotImplementedError for what is not built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import frameworks
+from ..arguments import a_kind_of, listed
+from ..arrays import ITEMSIZE, ArrayView
+from ..frameworks.base import FRAMEWORKS, dtype_label
+from ..ops.indexer_kl import (
+    ARRAYS,
+    LIKE,
+    MAX_INDEX_DIM,
+    MAX_INDEX_HEADS,
+    MAX_TEACHER_DIM,
+    SPECS,
+    WRT,
+    ArraySpec,
+)
+from ..problem import Device, compact_strides
+from ..rules.row_keys import RowKeys
+from ..validate import MAX_SCALE, same_place
+from .options import IndexOptions
+
+Views = dict[str, ArrayView]
+_HEADS = "HKIJLG"
+_WORDS = {
+    "B": "batch entries",
+    "M": "query rows",
+    "N": "keys",
+    "G": "head groups",
+    "H": "teacher heads",
+    "I": "index heads",
+    "T": "teacher columns",
+    "R": "rotary columns",
+    "D": "index columns",
+    "S": "ends of sequences",
+}
+
+
+@dataclass(frozen=True)
+class IndexProblem:
+    """A validated call, without arrays."""
+
+    sizes: tuple[tuple[str, int], ...]
+    """By the letters of the record; of an absent array there are none."""
+    given: tuple[str, ...]
+    """Names of the arrays that there are."""
+    teacher_scale: float
+    index_scale: float
+    relu: bool
+    groups: int
+    grouped: bool
+    """Whether row results have an axis of groups."""
+    rule: RowKeys
+    stat_dtype: str
+    layout: str
+    batched: bool
+    device: Device
+
+    def __getitem__(self, letter: str) -> int:
+        return dict(self.sizes)[letter]
+
+    def shape(self, axes: str) -> tuple[int, ...]:
+        """That of an array with these axes, as the caller has them."""
+        sizes = {**dict(self.sizes), "G": self.groups}
+        axes = axes if self.grouped else axes.replace("G", "")
+        return tuple(sizes[letter] for letter in callers_axes(axes, self.layout, self.batched))
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of kl, index_lse and target_sum."""
+        return self.shape("BGM")
+
+
+def callers_axes(axes: str, layout: str, batched: bool) -> str:
+    """Axes of the record in the order that the caller has them in."""
+    axes = axes if batched else axes.replace("B", "")
+    at = next((i for i, letter in enumerate(axes) if letter in _HEADS), None)
+    if layout == "bnhd" and at is not None and at + 1 < len(axes):
+        axes = axes[:at] + axes[at + 1] + axes[at] + axes[at + 2 :]
+    return axes
+
+
+def describe(name: str, x: Any, framework: str) -> ArrayView:
+    """Read one of the arrays, without a copy."""
+    if SPECS[name].kind not in ("integer", "bool"):
+        view = frameworks.describe(name, x)
+        check_dtype(name, view.dtype)
+        return view
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        raise TypeError(f"{name} is {a_kind_of(x)}; allowed is a {framework} array")
+    check_dtype(name, dtype_label(dtype))
+    return FRAMEWORKS[frameworks.framework_of(name, x)].read(name, x, True)
+
+
+def standin(name: str, x: Any, framework: str, device: Device) -> ArrayView:
+    """View something with a shape and a dtype as the compact array that it stands for."""
+    shape, label = tuple(x.shape), dtype_label(np.dtype(x.dtype))
+    check_dtype(name, label)
+    return ArrayView(name, framework, device, label, shape, compact_strides(shape), 0, x)
+
+
+_DTYPES = {
+    "integer": ("int32", "int64"),
+    "bool": ("bool",),
+    "row number": ("float32", "float64"),
+}
+
+
+def check_dtype(name: str, label: str) -> None:
+    """Refuse one that an array of the name does not have."""
+    allowed = _DTYPES.get(SPECS[name].kind, tuple(ITEMSIZE))
+    if label not in allowed:
+        raise TypeError(f"{name} has dtype {label}; allowed are {', '.join(allowed)}. Cast it")
+
+
+def wanted(wrt: Any) -> tuple[str, ...]:
+    """The names of `wrt`, checked."""
+    if isinstance(wrt, str) or not isinstance(wrt, (tuple, list)):
+        raise TypeError(f"wrt is {a_kind_of(wrt)}; pass a tuple of argument names, such as wrt={WRT!r}")
+    for name in wrt:
+        if name in ("teacher_q", "teacher_k", "teacher_lse", "teacher_q_rope", "teacher_k_rope", "target"):
+            raise NotImplementedError(f"wrt names {name!r}: {TEACHER_IS_CONSTANT}")
+        if name not in WRT:
+            raise ValueError(f"wrt names {name!r}; allowed are {listed(WRT)}")
+    if not wrt or len(set(wrt)) != len(wrt):
+        raise ValueError(f"wrt={tuple(wrt)!r}; name at least one of {listed(WRT)}, each once")
+    return tuple(wrt)
+
+
+TEACHER_IS_CONSTANT = (
+    "the teacher is a constant of indexer_kl, as in every recipe that trains an indexer; detach it, or use "
+    "attention_kl where queries and keys of a teacher are trained"
+)
+
+
+def to_problem(views: Views, options: IndexOptions) -> IndexProblem:
+    """Check arrays against each other and freeze what they ask for."""
+    like = views.get(LIKE) or views["teacher_q"]
+    for view in views.values():
+        same_place(like, view)
+    packed = "cu_seqlens_q" in views
+    _check_together(views)
+    layout = "bnhd" if packed else options.layout
+    rank = len(like.shape)
+    if rank not in (3, 4) or (packed and rank != 3):
+        allowed = "3, (rows of all sequences, index heads, columns)" if packed else "4, and 3 without batch"
+        raise ValueError(f"{like.name}: shape {like.shape} has {rank} axes; allowed are {allowed}")
+    sizes = _extents(views, layout, rank == 4, options.head_groups or 1)
+    _check_types(views)
+    groups = options.head_groups or 1
+    _check_heads(sizes, groups, views)
+    dim = sizes.get("T", 0) + sizes.get("R", 0)
+    scale = options.teacher_scale
+    wide = any(view.dtype == "float64" for name, view in views.items() if SPECS[name].kind in ("teacher", "index"))
+    if like.device.kind != "cpu":
+        _check_gpu(views, like)
+    for name, factor in (("teacher_scale", scale or 0), ("index_scale", options.index_scale)):
+        if not wide and abs(factor) > MAX_SCALE:
+            raise ValueError(
+                f"{name}={factor} is beyond what float32 arithmetic can hold; allowed are magnitudes up to "
+                f"{MAX_SCALE:g}"
+            )
+    return IndexProblem(
+        sizes=tuple(sizes.items()),
+        given=tuple(views),
+        teacher_scale=1 / math.sqrt(max(dim, 1)) if scale is None else scale,
+        index_scale=options.index_scale,
+        relu=options.relu,
+        groups=groups,
+        grouped=options.head_groups is not None,
+        rule=RowKeys(options.causal, options.q_offset, options.compress_ratio, options.topk_relative),
+        stat_dtype="float64" if wide else "float32",
+        layout=layout,
+        batched=rank == 4,
+        device=like.device,
+    )
+
+
+def _check_gpu(views: Views, like: ArrayView) -> None:
+    if like.framework == "jax":
+        raise NotImplementedError(
+            f"indexer_kl of JAX arrays on {like.device} is not built; built are those on the CPU, and arrays of CuPy, "
+            f"PyTorch and others with DLPack on a GPU"
+        )
+    for view in views.values():
+        if view.dtype == "float64":
+            raise NotImplementedError(
+                f"{view.name} is float64 on {like.device}; built there are bfloat16, float16 and float32. Cast it"
+            )
+
+
+def _check_together(given: Mapping[str, Any]) -> None:
+    """Which arrays go with which."""
+    for name, other in (
+        ("cu_seqlens_q", "cu_seqlens_k"),
+        ("cu_seqlens_k", "cu_seqlens_q"),
+        ("teacher_q_rope", "teacher_k_rope"),
+        ("teacher_k_rope", "teacher_q_rope"),
+        ("topk_length", "topk_indices"),
+        ("teacher_q", "teacher_k"),
+        ("teacher_k", "teacher_q"),
+    ):
+        if name in given and other not in given:
+            raise ValueError(f"{name} came without {other}; pass both or neither")
+    if "target" in given:
+        for name in ("teacher_q", "teacher_k", "teacher_lse", "teacher_q_rope"):
+            if name in given:
+                raise ValueError(
+                    f"target came together with {name}; it is what the teacher's heads add up to, so pass None for "
+                    f"teacher_q and teacher_k beside it, and no other array of the teacher"
+                )
+    elif "teacher_q" not in given:
+        raise TypeError("teacher_q and teacher_k are None; pass them, or a target in their place")
+    if "cu_seqlens_q" in given:
+        for name in ("key_mask", "key_start", "key_end"):
+            if name in given:
+                raise NotImplementedError(
+                    f"{name} with cu_seqlens_q and cu_seqlens_k; built are packed sequences alone, with causal and "
+                    f"with topk_indices. Bounds of rows say all that cu_seqlens say: pass key_start and key_end alone"
+                )
+
+
+def _extents(views: Views, layout: str, batched: bool, groups: int) -> dict[str, int]:
+    """Extents by letter; the first array that has one says what others must have."""
+    sizes = {"B": 1} if not batched else {}
+    owner: dict[str, ArrayView] = {}
+    for spec in sorted(ARRAYS, key=lambda spec: spec.name != LIKE):
+        view = views.get(spec.name)
+        if view is None:
+            continue
+        axes = _axes_of(spec, view, layout, batched, groups)
+        for letter, extent in zip(axes, view.shape, strict=True):
+            if letter == "G" and extent != groups:
+                raise ValueError(
+                    f"{view.name}: shape {view.shape} has {extent} in the place of head_groups, which is {groups}"
+                )
+            if sizes.setdefault(letter, extent) != extent:
+                other = owner[letter]
+                swapped = sorted(view.shape) == sorted(sizes.get(x, -1) for x in axes)
+                hint = f"; in layout {layout!r} its axes are {_named(axes)}" if swapped else ""
+                what = _WORDS.get(letter, "of an axis")
+                raise ValueError(
+                    f"{view.name}: shape {view.shape} has {extent} {what}, but {other.name} {other.shape} has "
+                    f"{sizes[letter]}{hint}"
+                )
+            owner.setdefault(letter, view)
+        for letter in spec.axis_may_lack:
+            if letter != "G":
+                sizes.setdefault(letter, 1)
+    return sizes
+
+
+def _axes_of(spec: ArraySpec, view: ArrayView, layout: str, batched: bool, groups: int) -> str:
+    full = callers_axes(spec.axes, layout, batched)
+    few = callers_axes(spec.axes.replace(spec.axis_may_lack, "") if spec.axis_may_lack else spec.axes, layout, batched)
+    for axes in (full, few):
+        if len(axes) == len(view.shape):
+            return axes
+    also = f", or {len(few)}, {_named(few)}" if few != full else ""
+    raise ValueError(
+        f"{view.name}: shape {view.shape} has {len(view.shape)} axes; expected are {len(full)}, {_named(full)}{also}"
+    )
+
+
+def _named(axes: str) -> str:
+    words = {"K": "teacher key heads", "L": "rotary key heads", "J": "index key heads", "C": "chosen keys"}
+    return f"({', '.join({**_WORDS, **words}[letter] for letter in axes)})"
+
+
+def _check_types(views: Views) -> None:
+    first: dict[str, ArrayView] = {}
+    for spec in ARRAYS:
+        view = views.get(spec.name)
+        if view is not None and spec.kind in ("teacher", "index"):
+            other = first.setdefault(spec.kind, view)
+            if view.dtype != other.dtype:
+                raise TypeError(
+                    f"{view.name} is {view.dtype}, but {other.name} is {other.dtype}; the queries and keys of a side "
+                    f"have one dtype. Cast one of them"
+                )
+
+
+def _check_heads(sizes: dict[str, int], groups: int, views: Views) -> None:
+    for letter, name, most in (
+        ("T", "teacher_q", MAX_TEACHER_DIM),
+        ("R", "teacher_q_rope", MAX_TEACHER_DIM),
+        ("D", "index_q", MAX_INDEX_DIM),
+        ("I", "index_q", MAX_INDEX_HEADS),
+    ):
+        if letter in sizes and not 1 <= sizes[letter] <= most:
+            kind = NotImplementedError if sizes[letter] else ValueError
+            raise kind(f"{name}: shape {views[name].shape} has {sizes[letter]} {_WORDS[letter]}; built are 1 to {most}")
+    for part, of, names in (
+        ("K", "H", ("teacher_k", "teacher_q")),
+        ("L", "H", ("teacher_k_rope", "teacher_q_rope")),
+    ):
+        if part in sizes and (not sizes[part] or sizes[of] % sizes[part]):
+            k, q = (views[name] for name in names)
+            raise ValueError(
+                f"{k.name}: shape {k.shape} has {sizes[part]} heads, which do not divide the {sizes[of]} of {q.name} "
+                f"{q.shape}"
+            )
+    if sizes.get("L", 1) not in (1, sizes.get("K", 1)):
+        raise ValueError(
+            f"teacher_k_rope: shape {views['teacher_k_rope'].shape} has {sizes['L']} heads; allowed are 1, and as many "
+            f"as teacher_k {views['teacher_k'].shape} has"
+        )
+    for letter, name in (("H", "teacher_q"), ("I", "index_q")):
+        if letter in sizes and sizes[letter] % groups:
+            raise ValueError(
+                f"head_groups={groups} does not divide the {sizes[letter]} heads of {name} {views[name].shape}"
+            )
+    if sizes.get("J", 1) not in (1, groups):
+        raise ValueError(
+            f"index_k: shape {views['index_k'].shape} has {sizes['J']} heads; allowed are 1, and one for each of "
+            f"head_groups={groups}"
+        )
+    if sizes.get("C", 1) == 0:
+        raise ValueError(f"topk_indices: shape {views['topk_indices'].shape} names no keys; K is 1 or more")
+    if "S" in sizes and sizes["S"] < 2:
+        raise ValueError(f"cu_seqlens_q: {sizes['S']} entries; allowed are 2 and more: 0, and where each sequence ends")
