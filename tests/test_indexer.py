@@ -583,6 +583,19 @@ def test_jax(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(each, rows, rtol=1e-6)
     stats = jax.jit(lambda *a: streamkl_cupy.indexer_kl(*a, return_stats=True, **options))(*x)
     np.testing.assert_allclose(stats.target_sum, np.full((2, 19), 4), rtol=1e-5)
+    # One device is enough for the types of a mesh; the keys are what devices share.
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("b",))
+    spec, whole = jax.sharding.PartitionSpec("b"), jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(
+        lambda q, k, a, b, c: streamkl_cupy.indexer_kl(q, k, a, b[None].repeat(2, 0), c, **options),
+        mesh=mesh,
+        in_specs=(spec, spec, spec, whole, spec),
+        out_specs=spec,
+    )
+    d_k = jax.grad(lambda k: mapped(*x[:3], k, x[4]).sum())(x[3][0])
+    same = numbers[3][:1].repeat(2, 0)
+    _, expected = streamkl_cupy.indexer_kl_value_and_grad(*numbers[:3], same, numbers[4], reduction="sum", **options)
+    np.testing.assert_allclose(d_k, expected.index_k.sum(axis=0), rtol=1e-4, atol=1e-5)
     with pytest.raises(NotImplementedError, match=r"teacher_q is differentiated by.*constant"):
         jax.grad(lambda q: streamkl_cupy.indexer_kl(q, *x[1:], reduction="sum", **options))(x[0])
     with pytest.raises(NotImplementedError, match="first-order"):

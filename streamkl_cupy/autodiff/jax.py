@@ -286,7 +286,7 @@ def _saved(op: Op, found: Results, cotangents: Results) -> Saved:
             return result
         if not isinstance(derivative, SymbolicZero):
             return derivative
-        return None if optional else _marked((jnp.zeros(result.shape, result.dtype),), (result,))[0]
+        return None if optional else marked((jnp.zeros(result.shape, result.dtype),), (result,))[0]
 
     return op.Saved(*(one(*spec) for spec in op.saved))
 
@@ -333,7 +333,7 @@ def forward(config: Config, inputs: _Operands, masks: _Masks) -> Results:
         callback = _forward_callback(arrange, tuple(results))
         everything = (*results.values(), *_workspace(runner_for(problem).workspace_bytes))
         found = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))(*like)[: len(results)]
-    return op.Results(**dict(zip(results, _marked(found, like), strict=True)))
+    return op.Results(**dict(zip(results, marked(found, like), strict=True)))
 
 
 def backward(config: Config, wrt: tuple[str, ...], inputs: _Operands, masks: _Masks, saved: Saved) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def backward(config: Config, wrt: tuple[str, ...], inputs: _Operands, masks: _Ma
         callback = _backward_callback(arrange, tuple(read), tuple(results))
         everything = (*results.values(), *_workspace(runner_for(problem).backward_bytes(wrt)))
         grads = _buffer_callback()(callback, everything, vmap_method=_vmap_method(problem))(*like)[: len(results)]
-    return dict(zip(results, _marked(grads, like), strict=True))
+    return dict(zip(results, marked(grads, like), strict=True))
 
 
 def _nothing(problem: Problem) -> bool:
@@ -394,12 +394,12 @@ def _vmap_method(problem: Problem) -> str:
 def _varying_alike(op: Op, inputs: _Operands, masks: _Masks) -> tuple[_Operands, _Masks]:
     names = (*op.names, *MASK_ARRAYS)
     given = _given(names, (*inputs, *masks))
-    marked = dict(zip(given, _marked(given.values(), tuple(given.values())), strict=True))
-    alike = tuple(marked.get(name) for name in names)
+    named = dict(zip(given, marked(given.values(), tuple(given.values())), strict=True))
+    alike = tuple(named.get(name) for name in names)
     return alike[: len(inputs)], alike[len(inputs) :]
 
 
-def _marked(values: Iterable[Any], like: tuple[Any, ...]) -> tuple[Any, ...]:
+def marked(values: Iterable[Any], like: tuple[Any, ...]) -> tuple[Any, ...]:
     """The values, declared to vary along every mesh axis that any of `like` varies along."""
     axes = frozenset[Any]().union(*map(_mesh_axes, like))
     missing = [(x, tuple(axes - _mesh_axes(x))) for x in values]

@@ -1,4 +1,4 @@
-"""JAX: `indexer_kl` under grad, jit, vmap, scan and remat.
+"""JAX: `indexer_kl` under grad, jit, vmap, scan, remat and shard_map.
 
 Every call, an eager one too, is a `jax.pure_callback` on the host, inside a `custom_vjp` whose backward is itself one
 that refuses to be differentiated.
@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import frameworks, validate
 from ..arrays import CPU
+from ..autodiff.jax import marked
 from ..ops.indexer_kl import ARRAYS, WRT
 from .call import IndexCall, Rows
 from .losses import IndexLoss, reduced
@@ -50,6 +51,10 @@ def loss(call: IndexCall, asked: IndexLoss) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("options", "asked"))
 def _jitted(arrays: tuple[Any, ...], row_weight: Any, *, options: IndexOptions, asked: IndexLoss) -> Any:
+    # Inside shard_map all vary alike; the transpose of that, a sum over devices that share an input, is JAX's own.
+    given = _there(arrays)
+    alike = iter(marked(given, given))
+    arrays = tuple(None if x is None else next(alike) for x in arrays)
     kl, index_lse, target_sum, lse = _rows(options, *arrays)
     # Stopped, so that a loss on these has gradient zero by declaration, as with torch.
     index_lse, target_sum, lse = jax.lax.stop_gradient((index_lse, target_sum, lse))
@@ -133,7 +138,7 @@ def _forward(options: IndexOptions, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(np.asarray(x) for x in (rows if makes else rows[:3]))
 
     rows = jax.pure_callback(callback, results, *arrays, vmap_method="sequential")
-    return (*rows, *(() if makes else (None,)))
+    return (*marked(rows, _there(arrays)), *(() if makes else (None,)))
 
 
 def _backward(options: IndexOptions, wrt: tuple[str, ...], arrays: tuple[Any, ...], saved: Any) -> dict[str, Any]:
@@ -148,7 +153,11 @@ def _backward(options: IndexOptions, wrt: tuple[str, ...], arrays: tuple[Any, ..
         return {name: np.asarray(x) for name, x in call.ready().backward(grad, rows, wrt).items()}
 
     found: dict[str, Any] = jax.pure_callback(callback, results, *saved, *arrays, vmap_method="sequential")
-    return found
+    return dict(zip(found, marked(found.values(), _there((*saved, *arrays))), strict=True))
+
+
+def _there(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x for x in arrays if x is not None)
 
 
 def _on_host(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
