@@ -37,7 +37,9 @@ from .indexer.api import (
     indexer_kl,
     indexer_kl_backward,
     indexer_kl_forward,
+    indexer_kl_plan,
     indexer_kl_value_and_grad,
+    indexer_kl_warmup,
     indexer_target,
 )
 from .targets import attention_kl_to, attention_kl_to_plan, attention_kl_to_value_and_grad, attention_kl_to_warmup
@@ -68,7 +70,9 @@ __all__ = [
     "indexer_kl",
     "indexer_kl_backward",
     "indexer_kl_forward",
+    "indexer_kl_plan",
     "indexer_kl_value_and_grad",
+    "indexer_kl_warmup",
     "indexer_target",
     "merge_attention_states",
     "parallel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from test_guests import Own
 import streamkl_cupy
 from streamkl_cupy import arrays
 from streamkl_cupy.compiler import nvrtc
-from streamkl_cupy.indexer import problem
+from streamkl_cupy.indexer import plan, problem
 from streamkl_cupy.indexer.options import parse
 from streamkl_cupy.kernels import (
     indexer_bits,
@@ -779,6 +780,46 @@ def test_head_dims_that_no_tile_has_room_for() -> None:
         indexer_score_sm80.plan(SHAPES[0]._replace(teacher_dim=64, rope_dim=256), "rows", small)
 
 
+class Standin:
+    def __init__(self, *shape: int, dtype: str = "bfloat16") -> None:
+        self.shape = shape
+        self.dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+
+
+@pytest.mark.parametrize("chosen", [0, 2048])
+def test_a_plan_says_what_memory_it_takes(chosen: int) -> None:
+    """At 32k, of the largest models."""
+    n = 32_768
+    x = (Standin(1, 128, n, 192), Standin(1, 1, n, 192), Standin(1, 64, n, 128), Standin(1, n, 128), Standin(1, 64, n))
+    ids = {"topk_indices": Standin(1, n, chosen, dtype="int64")} if chosen else {}
+    found = streamkl_cupy.indexer_kl_plan(*x, index_scale=1.0, causal=True, arch="sm_90", **ids)
+    assert isinstance(found, plan.IndexerPlan)
+    assert max(found.workspace_bytes, found.backward_bytes) < 200e6
+    text = str(found)
+    assert all(name in text for name in ("indexer_score_sm80", "indexer_query_sm80", "indexer_key_sm80", "MiB"))
+    assert ("indexer_bits" in text) == bool(chosen)
+    only = streamkl_cupy.indexer_kl_plan(*x, index_scale=1.0, arch="sm_80", wrt=("index_weights",))
+    assert "indexer_key_sm80" not in str(only)
+    assert only.backward_bytes < found.backward_bytes
+    half = [Standin(*a.shape, dtype="float16") for a in x]
+    with pytest.raises(NotImplementedError, match="float16 on a GPU are not built"):
+        streamkl_cupy.indexer_kl_plan(*half, index_scale=1.0, arch="sm_90")
+
+
+def test_memory_on_the_cpu(rng: np.random.Generator) -> None:
+    x = make(rng, B=1, H=16, K=1, M=64, N=4096, T=8, D=8)
+    cut = streamkl_cupy.indexer_kl_plan(*x, index_scale=1.0)
+    assert cut.scratch_bytes < 20e6
+    streamkl_cupy.indexer_kl_warmup(*x, index_scale=1.0)
+    tracemalloc.start()
+    try:
+        streamkl_cupy.indexer_kl_value_and_grad(*x, index_scale=1.0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 13e6, "16 heads of 64 x 4096 in float32 are 17 MB"
+
+
 # On a GPU.
 
 
@@ -825,7 +866,8 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(settings(np.random.default_rng(0))))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_on_a_gpu(rng: np.random.Generator, dtype: str, name: str) -> None:
+def test_on_a_gpu(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, name: str) -> None:
+    monkeypatch.setattr(plan, "BITS_BYTES", int(rng.integers(1, 1 << 16)))  # of some rows at a time
     sizes, options = settings(rng, 150, 170)[name]
     x = make(rng, **{"M": 150, "N": 170, "T": 72, "D": 40, **sizes})
     if name.startswith("no weights"):
@@ -844,9 +886,7 @@ def test_on_a_gpu(rng: np.random.Generator, dtype: str, name: str) -> None:
 def test_head_dims_on_a_gpu(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, dims: tuple[int, int]
 ) -> None:
-    from streamkl_cupy.indexer import cuda
-
-    monkeypatch.setattr(cuda, "STRIP_BYTES", 1 << 16)  # several strips
+    monkeypatch.setattr(plan, "STRIP_BYTES", 1 << 16)  # several strips
     x = make(rng, T=dims[0], D=dims[1], M=210, N=140, I=3, K=1)
     ropes = {
         "teacher_q_rope": rng.standard_normal((2, 4, 210, 16)),

@@ -7,10 +7,11 @@
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS)
     streamkl_indexer_bits(const __grid_constant__ IndexerRowsArgs args) {
-    const int rows = args.ids.pointer ? args.queries : 1;
+    const int rows = args.ids.pointer ? args.bit_rows : 1;
     const i64 which = static_cast<i64>(blockIdx.x) * (SKL_THREADS / 32) + threadIdx.x / 32;
     if (which >= static_cast<i64>(args.bit_groups) * rows) return;
-    const int batch = blockIdx.y, group = static_cast<int>(which / rows), row = static_cast<int>(which % rows);
+    const int batch = blockIdx.y, group = static_cast<int>(which / rows),
+              row = args.first_row + static_cast<int>(which % rows);
     const int lane = threadIdx.x % 32, words = bit_words(args.keys);
     u32* const bits =
         reinterpret_cast<u32*>(args.bits) + (static_cast<i64>(batch) * args.bit_groups * rows + which) * words;

@@ -368,10 +368,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         for (int half = 0; half < 2; ++half) {
             Accumulators::merge_row(state[half]);
             const int r = row + Accumulators::below(half);
-            if (Accumulators::writes_row(lane) && r < args.queries)
+            if (!Accumulators::writes_row(lane) || r >= args.queries) continue;
+            const MassState& x = state[half];
+            if (kEnding == kEndsInLse && args.splits == 1)
+                *row_vector(args.out_lse, batch, which, r) = x.l == 0.f ? -infinity() : kLn2 * (x.r + log2f(x.l));
+            else
                 reinterpret_cast<float4*>(
                     args.states)[(static_cast<i64>(blockIdx.y) * args.splits + share) * args.queries + r] =
-                    make_float4(state[half].r, state[half].l, state[half].mass, state[half].terms);
+                    make_float4(x.r, x.l, x.mass, x.terms);
         }
     }
 }

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from .. import frameworks, validate
+from .. import arrays, frameworks, validate
 from ..advice.signatures import public
 from ..arguments import a_kind_of, choice, integer
 from ..frameworks import framework_of
 from ..frameworks.base import FRAMEWORKS
+from ..kernels import gpus
+from ..numpy_backend import NumPyPlan
 from ..ops.indexer_kl import LIKE, WRT, IndexWrt
 from ..options import REDUCTIONS, Layout, Reduction
+from ..problem import Device
 from ..rules import reductions
 from . import problem
 from .call import IndexCall, Ready, Rows
 from .losses import IndexLoss, inactive, reduced
+from .plan import IndexerPlan, make_plan
+from .problem import Views
 from .results import IndexerForward, IndexerGradients
 
 __all__ = [
@@ -25,10 +30,13 @@ __all__ = [
     "indexer_kl",
     "indexer_kl_backward",
     "indexer_kl_forward",
+    "indexer_kl_plan",
     "indexer_kl_value_and_grad",
+    "indexer_kl_warmup",
     "indexer_target",
 ]
 
+AnyPlan: TypeAlias = IndexerPlan | NumPyPlan
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LOSS = IndexLoss._fields
 
@@ -218,6 +226,35 @@ def _target(operands: tuple[Any, ...], given: dict[str, Any], *, rows: Any, **ow
             raise ValueError(f"rows=({first}, {end}); allowed are rows of the {ready.problem['M']} that there are")
         rows = first, end
     return ready.given_back(call.like, ready.target(rows))
+
+
+def _plan(operands: tuple[Any, ...], given: dict[str, Any], *, wrt: Any, arch: str | None, **own: Any) -> AnyPlan:
+    call, views, wrt = _asked(operands, {**given, **own}, wrt, None if arch is None else arrays.cuda(0))
+    ready = Ready(views, problem.to_problem(views, call.options))
+    if ready.like.device.kind == "cpu":
+        return ready.plan
+    facts = gpus.device_facts(ready.like.device.index) if arch is None else gpus.facts_for_arch(arch)
+    return make_plan(ready.problem, views, facts, wrt)
+
+
+def _warmup(operands: tuple[Any, ...], given: dict[str, Any], *, wrt: Any, **own: Any) -> None:
+    call, views, wrt = _asked(operands, {**given, **own}, wrt, None)
+    ready = Ready(views, problem.to_problem(views, call.options))
+    device = ready.like.device
+    if device.kind == "cuda":
+        from .cuda import warmup
+
+        warmup(make_plan(ready.problem, views, gpus.device_facts(device.index), wrt), device.index)
+
+
+def _asked(
+    operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, device: Device | None
+) -> tuple[IndexCall, Views, tuple[str, ...]]:
+    """What arrays or stand-ins ask for, with the gradients that are meant."""
+    call = IndexCall.of(operands, given)
+    wrt = problem.wanted(wrt) if wrt is not None else tuple(name for name in WRT if name in call.named)
+    _check_wanted(call, wrt)
+    return call, call.outline(device), wrt
 
 
 @public(_loss)
@@ -506,6 +543,122 @@ def indexer_target(
 
     Returns:
         (B, M, N), with head_groups (B, G, M, N), float32, or float64 where an input is; 0 where a key is not seen.
+
+    Raises:
+        <ERRORS>
+    """
+
+
+@public(_plan)
+@_documented
+def indexer_kl_plan(  # type: ignore[empty-body]  # as are all: see @public
+    teacher_q: Any,
+    teacher_k: Any,
+    index_q: Any,
+    index_k: Any,
+    index_weights: Any = None,
+    *,
+    index_scale: float,
+    teacher_lse: Any = None,
+    teacher_q_rope: Any = None,
+    teacher_k_rope: Any = None,
+    target: Any = None,
+    teacher_scale: float | None = None,
+    relu: bool = True,
+    head_groups: int | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    compress_ratio: int = 1,
+    key_start: Any = None,
+    key_end: Any = None,
+    key_mask: Any = None,
+    topk_indices: Any = None,
+    topk_length: Any = None,
+    topk_relative: bool = False,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    layout: Layout = "bhnd",
+    deterministic: bool | None = None,
+    wrt: IndexWrt | None = None,
+    arch: str | None = None,
+) -> AnyPlan:
+    """What a call with these arguments would run: kernels, tiles, workspaces. Prints itself; launches nothing.
+
+    In place of arrays it takes anything with a shape and a dtype, as a compact array on the current GPU, or on the CPU
+    where there is no usable GPU.
+
+    Args:
+        <TEACHER>
+        <INDEX>
+        <SCALE>
+        <LSE>
+        <GIVEN>
+        <OPTIONS>
+        wrt: Names of the inputs to differentiate by; None is all of "index_q", "index_k" and "index_weights" that came.
+        arch: Plan for a GPU of this architecture, such as "sm_80" or "sm_90", whether one is here or not.
+
+    Returns:
+        A frozen plan; `print` it.
+
+    Raises:
+        <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q, k = np.empty((1, 16, 4096, 128), np.float16), np.empty((1, 1, 4096, 128), np.float16)
+        >>> print(streamkl_cupy.indexer_kl_plan(q, k, q, k, index_scale=1.0, causal=True))  # doctest: +ELLIPSIS
+        numpy float32: ...
+    """
+
+
+@public(_warmup)
+@_documented
+def indexer_kl_warmup(
+    teacher_q: Any,
+    teacher_k: Any,
+    index_q: Any,
+    index_k: Any,
+    index_weights: Any = None,
+    *,
+    index_scale: float,
+    teacher_lse: Any = None,
+    teacher_q_rope: Any = None,
+    teacher_k_rope: Any = None,
+    target: Any = None,
+    teacher_scale: float | None = None,
+    relu: bool = True,
+    head_groups: int | None = None,
+    causal: bool = False,
+    q_offset: int | None = None,
+    compress_ratio: int = 1,
+    key_start: Any = None,
+    key_end: Any = None,
+    key_mask: Any = None,
+    topk_indices: Any = None,
+    topk_length: Any = None,
+    topk_relative: bool = False,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    layout: Layout = "bhnd",
+    deterministic: bool | None = None,
+    wrt: IndexWrt | None = None,
+) -> None:
+    """Compile and load all that a call with these arguments needs, and launch nothing.
+
+    Call it before capturing a CUDA graph or timing a loop. In place of arrays it takes anything with a shape and a
+    dtype.
+
+    Args:
+        <TEACHER>
+        <INDEX>
+        <SCALE>
+        <LSE>
+        <GIVEN>
+        <OPTIONS>
+        wrt: Names of the inputs to differentiate by; None is all of "index_q", "index_k" and "index_weights" that came.
+
+    Returns:
+        None, when everything is in place; on the CPU there is nothing to do.
 
     Raises:
         <ERRORS>

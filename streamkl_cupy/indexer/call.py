@@ -11,11 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import frameworks, validate
-from ..arrays import ArrayView, host
+from ..arrays import CPU, ArrayView, cuda, host
 from ..frameworks import framework_of
 from ..frameworks.base import known
+from ..numpy_backend import NumPyPlan
 from ..numpy_backend import indexer as backend
 from ..ops.indexer_kl import ARRAYS, LIKE, SPECS, WRT, ArraySpec
+from ..problem import Device
 from ..rules import row_keys
 from ..rules.masks import ARRAYS as MASK_RULES
 from ..rules.masks import Extents
@@ -53,6 +55,20 @@ class IndexCall(NamedTuple):
         """Read all arrays."""
         framework = framework_of(LIKE, self.like)
         return {name: problem.describe(name, x, framework) for name, x in self.named.items()}
+
+    def outline(self, device: Device | None = None) -> Views:
+        """Views of arrays or of what stands for some, as if on `device` where one is given; without arrays on the
+        current GPU, or where there is none on the CPU."""
+        there = {name: x for name, x in self.named.items() if not frameworks.is_standin(name, x)}
+        views = {name: problem.describe(name, x, framework_of(name, x)) for name, x in there.items()}
+        like = next(iter(views.values()), None)
+        gpu = frameworks.current_gpu() if like is None and device is None else None
+        place = like.device if like is not None else CPU if gpu is None else cuda(gpu)
+        framework = "stand-in" if like is None else like.framework
+        for name, x in self.named.items():
+            view = views.get(name) or problem.standin(name, x, framework, place)
+            views[name] = view if device is None else view._replace(device=device)
+        return {name: views[name] for name in self.named}
 
     def ready(self) -> Ready:
         """Read the arrays, or raise what is wrong."""
@@ -181,6 +197,19 @@ class Ready:
 
         return CudaRun(self.problem, self.views, self.like)
 
+    @property
+    def plan(self) -> NumPyPlan:
+        """How a call would run on the CPU."""
+        p = self.problem
+        sides = {"BHMT": "teacher_q", "BKNT": "teacher_k", "BHMR": "teacher_q_rope", "BLNR": "teacher_k_rope"}
+        sizes = dict(p.sizes)
+        shaped = {
+            name: np.broadcast_to(np.zeros((), p.stat_dtype), [sizes[x] for x in axes])
+            for axes, name in (*sides.items(), ("BIMD", "index_q"), ("BJND", "index_k"))
+            if name in p.given
+        }
+        return self._planned(shaped).plan
+
     @cached_property
     def arrays(self) -> dict[str, Array]:
         """All in canonical order."""
@@ -209,11 +238,18 @@ class Ready:
                 extents = Extents(batch, 1, queries, keys, 3)
                 MASK_RULES[name].check_values(x[name], extents)
         lse = x.get("teacher_lse") if teacher_lse is None else self._canonical(SPECS["teacher_lse"], teacher_lse)
+        return self._planned({**x, **({} if lse is None else {"teacher_lse": lse})})
+
+    def _planned(self, x: dict[str, Array]) -> backend.Run:
+        p = self.problem
+        batch, queries, keys = p["B"], p["M"], p["N"]
         pairs = [(x[f"teacher_q{end}"], x[f"teacher_k{end}"]) for end in ("", "_rope") if f"teacher_q{end}" in x]
         nothing: Array = np.zeros((1, 1, 1, 1), p.stat_dtype)
         index_q = x.get("index_q", np.broadcast_to(nothing, (batch, p.groups, queries, 1)))
         index_k = x.get("index_k", np.broadcast_to(nothing, (batch, 1, keys, 1)))
-        operands = backend.Operands(tuple(pairs), index_q, index_k, x.get("index_weights"), lse, x.get("target"))
+        operands = backend.Operands(
+            tuple(pairs), index_q, index_k, x.get("index_weights"), x.get("teacher_lse"), x.get("target")
+        )
         numbers = backend.Numbers(p.groups, p.teacher_scale, p.index_scale, p.relu, p.stat_dtype)
         rows = row_keys.intervals(p.rule, batch, queries, keys, x)
         return backend.Run(

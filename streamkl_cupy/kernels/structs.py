@@ -357,6 +357,8 @@ INDEXER_ROWS = Struct(
         Field("ratio", "int", "tokens of a key"),
         Field("relative", "int", "whether ids count from the start of a sequence"),
         Field("bit_groups", "int"),
+        Field("first_row", "int", "that has bits in this launch"),
+        Field("bit_rows", "int"),
         *(Field(f"wide_{name}", "int") for name in ("q", "k", "start", "end", "counts", "ids")),
     ),
     "which keys rows see; wide integers have 64 bits",
