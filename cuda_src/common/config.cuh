@@ -7,7 +7,11 @@ constexpr int kColumns = SKL_COLUMNS;  // rows of each streamed tile: the column
 constexpr int kWarps = SKL_WARPS;
 constexpr int kWarpTiles = SKL_WARP_TILES;  // 16-row matrix tiles per warp
 constexpr int kStages = SKL_STAGES;         // streamed tiles in flight
-constexpr int kThreads = kWarps * 32;
+#ifndef SKL_COLUMN_WARPS
+#define SKL_COLUMN_WARPS 1
+#endif
+constexpr int kColumnWarps = SKL_COLUMN_WARPS;  // warps that share 16-row tiles, each with some of the columns
+constexpr int kThreads = kWarps * kColumnWarps * 32;
 constexpr bool kRowsAreQueries = SKL_ROWS_ARE_QUERIES;  // or the queries are streamed past stationary keys
 
 #ifndef SKL_TURNS

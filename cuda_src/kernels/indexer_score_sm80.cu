@@ -33,7 +33,7 @@ constexpr bool kGated = SKL_GATED;
 constexpr int kTeacherParts = ceil_div(SKL_T_DIM, SKL_T_PART), kExtraParts = SKL_R_DIM > 0;
 constexpr int kIndexParts = ceil_div(SKL_S_DIM, SKL_S_PART);
 
-constexpr int kTiles = kColumns / 8;
+constexpr int kWarpColumns = kColumns / kColumnWarps, kTiles = kWarpColumns / 8;
 constexpr int kPitch = TeacherTile::kPitch > IndexTile::kPitch ? TeacherTile::kPitch : IndexTile::kPitch;
 constexpr int kQueryBytes = kRows * kPitch, kKeyBytes = kColumns * kPitch;
 static_assert(2 * (kQueryBytes + kKeyBytes) == SKL_SMEM_BYTES && kStages == 2, "plan: smem_bytes");
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     const int first_row = tile * kRows;
 
     const Range keys = keys_of_tile(args, batch, tile * kRows / kStripTile);
-    const int tiles = (keys.end - keys.begin) / kColumns;
+    const int tiles = ceil_div(keys.end - keys.begin, kColumns);
     const auto cut = [&keys, &args, tiles](int i) {
         return keys.begin + static_cast<int>(static_cast<i64>(tiles) * i / args.splits) * kColumns;
     };
@@ -229,7 +229,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     const u32 base = static_cast<u32>(__cvta_generic_to_shared(shared));
     const Fetch fetch{args, base, batch, group, first_row, Range{0, args.queries}};
 
-    const int lane = lane_id(), warp_row = (threadIdx.x / 32) * 16;
+    const int lane = lane_id(), warp = threadIdx.x / 32;
+    const int warp_row = warp % kWarps * 16, warp_column = warp / kWarps * kWarpColumns;
     const int row = first_row + warp_row + Accumulators::first_row(lane);
     const RowKeys seen[2] = {RowKeys(args, batch, group, row),
                              RowKeys(args, batch, group, row + Accumulators::below(1))};
@@ -249,13 +250,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         }
         // Where no row has one, no product is needed to know the tiles.
         if (!__syncthreads_or(rows[0].z != 0.f || rows[1].z != 0.f)) {
-            for (; at.more(); at.key += kColumns)
+            for (int key = at.key + warp_column; key < min(at.end, keys.end); key += kColumns)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
 #pragma unroll
                     for (int n = 0; n < kTiles; ++n)
                         StripElement::store_pair(
-                            strip_row(args, batch * args.groups + group, row + Accumulators::below(half), at.key) +
+                            strip_row(args, batch * args.groups + group, row + Accumulators::below(half), key) +
                                 (8 * n + Accumulators::first_column(lane)) * StripElement::kBytes,
                             0.f, 0.f);
             return;
@@ -296,7 +297,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         }
         if (at.part == 0) clear<kTiles>(s);
         if (at.teacher()) {
-            add_scores<kTiles>(s, TeacherTile{fetch.queries(i)}, warp_row, TeacherTile{fetch.keys(at.slot)}, 0,
+            add_scores<kTiles>(s, TeacherTile{fetch.queries(i)}, warp_row,
+                               TeacherTile{fetch.keys(at.slot) + TeacherTile::bytes(warp_column)}, 0,
                                TeacherTile::kDepth / 16);
             if (at.last_part() && kEnding != kEndsInLse) {
                 if (__any_sync(~0u, factor[0] == infinity() || factor[1] == infinity()))
@@ -305,11 +307,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                     add_masses<false>(t, s, args.teacher_scale2, factor);
             }
         } else {
-            add_scores<kTiles>(s, IndexTile{fetch.queries(i)}, warp_row, IndexTile{fetch.keys(at.slot)}, 0,
+            add_scores<kTiles>(s, IndexTile{fetch.queries(i)}, warp_row,
+                               IndexTile{fetch.keys(at.slot) + IndexTile::bytes(warp_column)}, 0,
                                IndexTile::kDepth / 16);
             if (at.last_part()) add_weighted(logits, s, factor);
         }
         if (!at.last()) continue;
+        const int first_key = at.key + warp_column;
 
         if constexpr (kTeacherIsGiven) {
 #pragma unroll
@@ -319,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                                           (row + Accumulators::below(half)) * args.target.row;
 #pragma unroll
                 for (int j = 0; j < 2 * kTiles; ++j) {
-                    const int key = key_of(at.key, j);
+                    const int key = key_of(first_key, j);
                     if (seen[half].sees(key))
                         t[0][j / 2][Accumulators::element(half, j % 2)] = from[key * args.target.column];
                 }
@@ -329,22 +333,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         for (int half = 0; half < 2; ++half) {
             const int r = row + Accumulators::below(half);
             if constexpr (kEnding == kEndsInRows) {
-                absorb<true>(state[half], t, logits, args.index_scale2, half, seen[half], at.key);
+                absorb<true>(state[half], t, logits, args.index_scale2, half, seen[half], first_key);
             } else if constexpr (kEnding == kEndsInLse) {
-                absorb<false>(state[half], t, s, args.teacher_scale2, half, seen[half], at.key);
+                absorb<false>(state[half], t, s, args.teacher_scale2, half, seen[half], first_key);
             } else if constexpr (kEnding == kEndsInTarget) {
                 const bool wanted = r >= args.first_row && r < args.end_row;
                 float* const to = reinterpret_cast<float*>(args.target.pointer) + batch * args.target.batch +
                                   group * args.target.head + r * args.target.row;
 #pragma unroll
                 for (int j = 0; j < 2 * kTiles; ++j) {
-                    const int key = key_of(at.key, j);
+                    const int key = key_of(first_key, j);
                     if (wanted && seen[half].sees(key))
                         to[key * args.target.column] = t[0][j / 2][Accumulators::element(half, j % 2)];
                 }
             } else {
                 const float4 stats = rows[half];
-                const u64 to = strip_row(args, batch * args.groups + group, r, at.key);
+                const u64 to = strip_row(args, batch * args.groups + group, r, first_key);
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     float d[2];
@@ -352,9 +356,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                     for (int j = 0; j < 2; ++j) {
                         const int e = Accumulators::element(half, j);
                         const float q = exp2_approx(fmaf(args.index_scale2, logits[0][n][e], -stats.x));
-                        const bool counts = stats.z != 0.f && seen[half].sees(key_of(at.key, 2 * n + j));
+                        const bool counts = stats.z != 0.f && seen[half].sees(key_of(first_key, 2 * n + j));
                         d[j] = counts ? stats.z * fmaf(-stats.y, t[0][n][e], q) : 0.f;
                     }
+                    if (kColumns > kStripTile && first_key >= keys.end) continue;  // beyond the strip's tiles
                     StripElement::store_pair(to + (8 * n + Accumulators::first_column(lane)) * StripElement::kBytes,
                                              d[0], d[1]);
                 }
@@ -364,9 +369,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         if constexpr (kHasStudent) clear<kTiles>(logits);
     }
     if constexpr (kEnding == kEndsInRows || kEnding == kEndsInLse) {
+        if constexpr (kColumnWarps > 1) {  // the first of the warps that share rows merges, in their order
+            __syncthreads();
+            float4* const left = reinterpret_cast<float4*>(shared);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                Accumulators::merge_row(state[half]);
+                const MassState& x = state[half];
+                if (Accumulators::writes_row(lane))
+                    left[warp / kWarps * kRows + warp_row + Accumulators::first_row(lane) + Accumulators::below(half)] =
+                        make_float4(x.r, x.l, x.mass, x.terms);
+            }
+            __syncthreads();
+            if (warp >= kWarps) return;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                for (int i = 1; i < kColumnWarps; ++i) {
+                    const float4 x =
+                        left[i * kRows + warp_row + Accumulators::first_row(lane) + Accumulators::below(half)];
+                    state[half].merge({x.x, x.y, x.z, x.w});
+                }
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            Accumulators::merge_row(state[half]);
+            if constexpr (kColumnWarps == 1) Accumulators::merge_row(state[half]);
             const int r = row + Accumulators::below(half);
             if (!Accumulators::writes_row(lane) || r >= args.queries) continue;
             const MassState& x = state[half];

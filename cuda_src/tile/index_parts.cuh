@@ -9,7 +9,8 @@
 #include "tile/load.cuh"
 
 constexpr int kStripTile = 64;
-static_assert(kStripTile % kColumns == 0 && kStripTile % kRows == 0, "plan: tiles lie on the strip's grid");
+static_assert((kStripTile % kColumns == 0 || kColumns % kStripTile == 0) && kStripTile % kRows == 0,
+              "plan: tiles lie on the strip's grid");
 
 // The keys that any of the rows of a tile of the grid sees, whole tiles of the grid; empty where no row sees one.
 __device__ inline Range keys_of_tile(const IndexerArgs& args, int batch, int tile) {
