@@ -180,7 +180,7 @@ def rows(config: Config, inputs: _Operands, masks: _Masks, given: Sinks | None =
         found = _rows(config, *_varying_alike(op, inputs, masks))
     else:
         alike = _varying_alike(op, inputs, masks)
-        found = _sunk(config, *alike, Sinks(*(z if z is None else _marked((z,), alike[0])[0] for z in given)))
+        found = _sunk(config, *alike, Sinks(*(z if z is None else marked((z,), alike[0])[0] for z in given)))
     constant = (name not in op.differentiable for name in op.results)
     return op.Results(*(jax.lax.stop_gradient(x) if c else x for x, c in zip(found, constant, strict=True)))
 

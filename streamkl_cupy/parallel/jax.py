@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .. import jax as plain
 from ..call import Call
-from ..options import MASK_ARRAYS, Options
+from ..options import MASK_ARRAYS, LossOptions, Options
 from ..results import KLForwardRows
 from .engine import NAMES
 from .ranks import Pending
@@ -85,7 +85,7 @@ class Traced:
     """The plain operation in programs."""
 
     def forward(self, call: Call) -> KLForwardRows[Any]:
-        rows = plain.forward(call, None)
+        rows = plain.forward(call, LossOptions())
         return KLForwardRows(rows.kl, rows.teacher_lse, rows.student_lse, moments=getattr(rows, "moments", None))
 
     def backward(self, saved: tuple[Any, ...], call: Call, wrt: tuple[str, ...]) -> tuple[Any, ...]:
