@@ -365,6 +365,40 @@ def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert install.command("bench") in capsys.readouterr().err
 
 
+def test_bench_of_sparse_attention(tmp_path: Path) -> None:
+    """The reduction is that of pairs, which the diagonal halves for patterns too."""
+    pytest.importorskip("torch")
+    small = ("--device", "cpu", "--seconds", "0.001", "--rounds", "1", "--heads", "2", "--dims", "8", "--block", "16")
+    given = ["bench", "--op", "sparse_attention", *small, "--sizes", "128", "--out", str(tmp_path), "--name", "small"]
+    assert main([*given, "--patterns", "2:2"]) == 0
+    with (tmp_path / "small.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    passes = {(row["case"], row["peer"], row["pass"]) for row in rows}
+    dense = {("dense", peer, name) for peer in ("streamkl", "torch") for name in ("forward", "backward")}
+    assert passes == dense | {("2:2", "streamkl", name) for name in ("forward", "backward")}
+    seen = np.tril(np.ones((2, 128, 128), bool))
+    blocks = np.arange(128) // 16
+    for head in range(2):
+        seen[head] &= (blocks[:, None] - blocks < 2) | ((blocks - head) % 2 == 0)
+    found = [float(row["reduction"]) for row in rows if row["case"] == "2:2"]
+    assert found == [pytest.approx(128 * 129 / seen.sum(), abs=1e-3)] * 2
+    assert all(float(row["ms"]) > 0 and row["status"] == "ok" for row in rows)
+    assert main([*given, "--patterns", "2:2", "--decode", "--batch", "2"]) == 0
+    with (tmp_path / "small.csv").open(newline="", encoding="utf-8") as file:
+        assert {row["pass"] for row in csv.DictReader(file)} == {"forward"}
+
+
+@pytest.mark.parametrize(
+    "option", ["--patterns=8", "--patterns=0:4", "--block=20", "--key-heads=0", "--dense-heads=-1"]
+)
+def test_bench_of_patterns_that_are_none(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "--op", "sparse_attention", option])
+    assert left.value.code == 2
+    name, _, value = option.partition("=")
+    assert f"argument {name}: {value!r} is no" in capsys.readouterr().err
+
+
 def test_bench_on_fewer_gpus_than_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     assert main(["bench", "--op", "context_parallel", "--ranks", "64"]) == 2

@@ -16,7 +16,7 @@ import numpy as np
 from .. import frameworks
 from ..api import attention_kl_forward, attention_kl_value_and_grad
 from ..testing.timing import DeviceTimer, HostTimer, Outcome, Timer, Variant, host_cost, measure
-from . import context_parallel, environment, report
+from . import context_parallel, environment, report, sparse_attention
 from .cases import PASSES, Case, home_of, inputs, to_float64, torch_missing
 from .peers import KEYS, Ours, Peer, peers
 from .values import dims, positive, results, seconds
@@ -28,6 +28,8 @@ examples:
   python -m streamkl_cupy bench --sizes 4k 16k 64k --dims 64 --causal --peers streamkl cudnn
   python -m streamkl_cupy bench --published --out examples/benchmarks --name h100
   python -m streamkl_cupy bench --device cpu --plot
+  python -m streamkl_cupy bench --op sparse_attention --sizes 64k --patterns 8:16 8:32
+  python -m streamkl_cupy bench --op sparse_attention --decode --sizes 128k --batch 16 --heads 32 --key-heads 8
   python -m streamkl_cupy bench --op context_parallel            sharded calls on two GPUs beside one, in one table
   python -m streamkl_cupy bench --yardstick my_kernels.py        a module with forward and backward joins in
 
@@ -116,7 +118,10 @@ CPU_ALL_PASSES = 4096
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument(
-        "--op", choices=["attention_kl", "context_parallel"], default="attention_kl", help="what is timed (%(default)s)"
+        "--op",
+        choices=["attention_kl", "sparse_attention", "context_parallel"],
+        default="attention_kl",
+        help="what is timed (%(default)s)",
     )
     parser.add_argument("--ranks", type=positive, default=2, help="GPUs, of context_parallel (%(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: the GPU where one is usable, else the CPU")
@@ -138,12 +143,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", default=Path("streamkl-bench"), help="results (%(default)s)")
     parser.add_argument("--name", default="bench", help="base name of the result files (%(default)s)")
     parser.add_argument("--plot", action="store_true", help="also draw time and memory against N, as a PNG")
+    sparse_attention.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Carry the command out; the exit code."""
     if options.op == "context_parallel":
         return context_parallel.run(options)
+    if options.op == "sparse_attention":
+        return sparse_attention.run(options)
     if options.plot:
         report.require_matplotlib()
     device = options.device or ("cuda" if frameworks.current_gpu() is not None else "cpu")
