@@ -701,6 +701,37 @@ def test_second_order_and_forward_mode_are_refused(module: str, rng: np.random.G
         transform.jvp(loss, (q,), (q,))
 
 
+@pytest.mark.gpu
+def test_a_captured_graph_computes_what_inputs_hold_by_then(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    from conftest import TorchCuda
+
+    backend: Any = TorchCuda()
+    made = patterns.sharded(4, window=64, stride=2, queries=256, block=32, causal=True, key_heads=2)
+    options: dict[str, Any] = {"causal": True, "block_mask": made}
+    first, later = (tuple(rounded(a, "bfloat16") for a in inputs(rng, 256, 256, (64, 64), (4, 2))) for _ in range(2))
+    x = [backend.array(a, "bfloat16") for a in first]
+    grad = rounded(rng.standard_normal(first[0].shape), "bfloat16")
+    upstream = backend.array(grad, "bfloat16")
+
+    def step() -> tuple[Any, Any]:
+        rows = streamkl_cupy.sparse_attention_forward(*x, **options)
+        return rows, streamkl_cupy.sparse_attention_backward(upstream, *x, saved=rows, **options)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows, grads = step()
+    for a, b in zip(x, later, strict=True):
+        a.copy_(backend.array(b, "bfloat16"))
+    graph.replay()
+    check_gradient("out", backend.numpy(rows.out), definition.forward(*later, **options).out, "bfloat16")
+    for name, g, terms in zip(NAMES, grads, definition.backward(grad, None, *later, **options), strict=True):
+        check_gradient(f"gradient of {name}", backend.numpy(g), terms, "bfloat16")
+
+
 # Bad input
 
 
