@@ -177,7 +177,7 @@ def loss(
         return torch.loss(op, operands, given, asked)
     call = Call.of(op, operands, with_sunk(given, asked))
     validate.loss(asked)
-    sunk = validate.sinks(asked.sinks, call.options, asked)
+    sunk = call.options.sunk and validate.sinks(asked.sinks, call.options, asked)
     row_weight = asked.row_weight
     framework = frameworks.framework_of(op.like, like)
     door = frameworks.door(framework)
@@ -255,7 +255,7 @@ def _forward(
         given = {**given, "return_entropy": return_entropy}
     asked = LossOptions(dense_teacher_lse=dense_teacher_lse, **of_sinks)
     call = Call.of(ATTENTION_KL, operands, with_sunk(given, asked))
-    sunk = validate.sinks(asked.sinks, call.options, asked)
+    sunk = call.options.sunk and validate.sinks(asked.sinks, call.options, asked)
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
     like = ready.inputs[call.op.at]
@@ -282,7 +282,7 @@ def _backward(
     grad, *operands = arguments
     asked = LossOptions(**of_sinks)
     call = Call.of(ATTENTION_KL, tuple(operands), with_sunk(given, asked))
-    sunk = validate.sinks(asked.sinks, call.options)
+    sunk = call.options.sunk and validate.sinks(asked.sinks, call.options)
     teacher_lse, student_lse, kl, moments = validate.saved_rows(saved, teacher_lse, student_lse, kl, moments)
     wrt = validate.wanted(call.op, wrt)
     moments = validate.rows_given(call.op, kl, moments, call.options.divergence, wrt)
@@ -318,7 +318,7 @@ def value_and_grad(
     """The same with its gradients, for who has no autograd."""
     asked = LossOptions(row_weight, reduction, **of_sinks)
     call = Call.of(op, operands, with_sunk(given, asked))
-    sunk = validate.sinks(asked.sinks, call.options)
+    sunk = call.options.sunk and validate.sinks(asked.sinks, call.options)
     wrt = validate.wanted(call.op, wrt)
     choice("reduction", reduction, REDUCTIONS)
     if reduction == "none":
@@ -407,7 +407,7 @@ def _row_results(op: Op, like: ArrayView, kl: Any, stats: Results, dense: ArrayV
             validate.dense_lse(arrays.host(stats.teacher_lse), arrays.host(dense))
         with frameworks.on_device(like):
             mass = reductions.teacher_mass(frameworks.namespace(like), teacher_lse, dense.array)
-    elif op.given("teacher"):
+    elif op.given_sides:
         with frameworks.on_device(like):
             mass = reductions.target_mass(frameworks.namespace(like), teacher_lse)
     return rows_of(kl, teacher_lse, student_lse, mass, *others)

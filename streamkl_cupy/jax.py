@@ -151,7 +151,7 @@ def value_and_grad(call: Call, asked: LossOptions, wrt: tuple[str, ...]) -> tupl
 
 def _sinks(call: Call, asked: LossOptions) -> Sinks | None:
     """Sinks' logits, checked, as they broadcast to the rows; None where there are none."""
-    if not validate.sinks(asked.sinks, call.options, asked):
+    if not call.options.sunk or not validate.sinks(asked.sinks, call.options, asked):
         return None
     rows = call.operands[call.op.at].shape[:-1]
     last = call.options.layout == "bnhd" or masks.packing([n for n, x in zip(MASK_ARRAYS, call.masks) if x is not None])

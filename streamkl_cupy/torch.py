@@ -33,7 +33,7 @@ def loss(op: Op, inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOpti
     """`attention_kl` or `attention_kl_to` of arrays and options by name."""
     validate.loss(asked)
     call, traced = autodiff.asked(op, inputs, with_sunk(given, asked))
-    if validate.sinks(asked.sinks, call.options, asked):
+    if call.options.sunk and validate.sinks(asked.sinks, call.options, asked):
         rows = autodiff.results(call, traced, _spread(call, asked.sinks))
         return _reduced(op, autodiff.there(op, call.options, rows), asked)
     if not traced and autodiff.unwatched((*inputs, *call.masks)):

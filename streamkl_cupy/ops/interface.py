@@ -207,6 +207,11 @@ class Op:
         """Operands that it can be differentiated by."""
         return tuple(name for task in self.gradients for name in task.results)
 
+    @cached_property
+    def given_sides(self) -> tuple[str, ...]:
+        """Sides whose logits are an operand, not products."""
+        return tuple(side for side in self.sides if self.given(side))
+
     def option(self, side: str, what: str) -> str:
         """The option that says something of a side; of the only one it needs no name."""
         return f"{side}_{what}" if len(self.sides) > 1 else what
