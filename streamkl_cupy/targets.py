@@ -105,6 +105,7 @@ def attention_kl_to(
 
         P = target    Q = softmax(student_scale q_s k_s^T)    KL = sum_j P_j (log P_j - log Q_j)
 
+    <SOURCE>
     For supervision that is no model's attention, maps that were resized, targets that were kept from before: what takes
     memory is the target, which is the caller's, and nothing of its size is made beside it. Differentiable to first
     order by the student, as `attention_kl` is; the target is a constant.
@@ -188,6 +189,7 @@ def attention_kl_to_value_and_grad(  # type: ignore[empty-body]  # as are all: s
     """A loss over all rows and its gradients by the student, outside every autograd: one training step in one call.
 
     loss = sum(w KL) or sum(w KL) / sum(w), and its derivatives by the inputs named in `wrt`; see `attention_kl_to`.
+    <SOURCE>
 
     Args:
         target: Probabilities, as `attention_kl_to` takes them.
@@ -251,6 +253,8 @@ def attention_kl_to_plan(  # type: ignore[empty-body]  # as are all: see @public
 ) -> AnyPlan:
     """What `attention_kl_to` with these arguments would run, printable; see `plan`.
 
+    <SOURCE>
+
     Args:
         target: Probabilities, as `attention_kl_to` takes them, or anything with a shape and a dtype in their place.
         student_q: Student queries, or the same.
@@ -268,6 +272,12 @@ def attention_kl_to_plan(  # type: ignore[empty-body]  # as are all: see @public
 
     Raises:
         <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> target, q = np.empty((1, 1, 512, 512), np.float32), np.empty((1, 8, 512, 64), np.float16)
+        >>> "teacher: given, float32, 1 head" in str(streamkl_cupy.attention_kl_to_plan(target, q, q, arch="sm_90"))
+        True
     """
 
 
@@ -303,6 +313,8 @@ def attention_kl_to_warmup(
 ) -> None:
     """Compile and load all that `attention_kl_to` with these arguments would run; see `warmup`.
 
+    <SOURCE>
+
     Args:
         target: Probabilities, as `attention_kl_to` takes them, or anything with a shape and a dtype in their place.
         student_q: Student queries, or the same.
@@ -314,6 +326,14 @@ def attention_kl_to_warmup(
         wrt: The gradients that are meant: "student_q", "student_k" or both, as a tuple.
         return_entropy: The entropy of each row of the target is wanted too.
 
+    Returns:
+        None, when everything is in place.
+
     Raises:
         <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> target, q = np.empty((1, 1, 64, 64), np.float32), np.empty((1, 8, 64, 64), np.float32)
+        >>> streamkl_cupy.attention_kl_to_warmup(target, q, q)
     """
