@@ -13,10 +13,6 @@
 #include "tile/load.cuh"
 #include "tile/schedule.cuh"
 
-#ifndef SKL_COMMON  // of gradients of rows with sinks: their logit gradients do not add up to 0
-#define SKL_COMMON 1
-#endif
-
 constexpr int kSampled = 8;
 
 // A few keys of those that any of the block's rows sees, at fractions i x the golden ratio of them, so that special
@@ -55,7 +51,7 @@ struct KeySample {
 // logits.
 template <class T, class S>
 struct CommonPart {
-    static constexpr bool kPossible = SKL_COMMON && kRowsAreQueries && T::kCode == kF32;
+    static constexpr bool kPossible = kRowsAreQueries && T::kCode == kF32;
     static constexpr int kBytes = kPossible ? T::kDepth * 4 + 16 : 0;
     // Shared memory, kBytes: the vector, then whether there is one; in registers both would cost the main loop.
     u32 vector;

@@ -48,12 +48,8 @@ class _Gradient(Portable):
         return _FLOAT32 if work.float32 else _TABLE
 
     def smem_bytes(self, work: Work, tile: TileRow) -> int:
-        common = 0 if work.rows_are_keys or work.problem.sunk else common_bytes(work.side)
+        common = 0 if work.rows_are_keys else common_bytes(work.side)
         return super().smem_bytes(work, tile) + common
-
-    def constants(self, work: Work, tile: TileRow) -> dict[str, int]:
-        # What all keys have in common goes unnoticed where the logit gradients of a row add up to 0.
-        return super().constants(work, tile) | ({"SKL_COMMON": 0} if work.problem.sunk else {})
 
     def regions(self, work: Work, tile: TileRow) -> tuple[Regions, ...]:
         return ()
