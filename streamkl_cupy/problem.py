@@ -161,6 +161,13 @@ class Problem:
             return self.extras[[x.name for x in op.operands if x.extra].index(name)]
         return getattr(self.side(spec.side), spec.rows)  # type: ignore[no-any-return]
 
+    @property
+    def multiplied(self) -> tuple[Operand, ...]:
+        """Of `extras` those that tiles are multiplied by: no side that is given."""
+        op = self.operation
+        extras = zip([x for x in op.operands if x.extra], self.extras, strict=True)
+        return tuple(x for spec, x in extras if not op.given(spec.side))
+
     def columns(self, letter: str) -> int:
         """Columns that the operation calls by a letter."""
         return next(self.operand(x.name).dim for x in self.operation.operands if x.dim == letter)

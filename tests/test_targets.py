@@ -7,6 +7,7 @@ import inspect
 import itertools
 import pydoc
 import re
+import tracemalloc
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,6 +150,19 @@ def test_a_target_that_is_a_teachers_map(core: Any, rng: Any) -> None:
         np.testing.assert_allclose(core.numpy(to[0]), core.numpy(between[0]), rtol=1e-5)
         for a, b in zip(to[1][2:], between[1][2:], strict=True):
             assert np.linalg.norm(core.numpy(a) - core.numpy(b)) < 2e-5 * np.linalg.norm(core.numpy(b))
+
+
+def test_nothing_of_a_targets_size_is_made(rng: Any) -> None:
+    n = 3000
+    target = np.full((n, n), 1 / n, np.float32)
+    q, k = rng.standard_normal((2, n, 8)).astype(np.float32)
+    tracemalloc.start()
+    try:
+        streamkl_cupy.attention_kl_to_value_and_grad(target, q, k)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < target.nbytes / 2
 
 
 def test_a_long_row_of_few_queries(core: Any, rng: Any) -> None:

@@ -370,7 +370,7 @@ class Kernel(ABC, Generic[Row]):
         """The rows of the table that this work and this GPU allow, whatever the extents: found once for all of them."""
         asked = work.problem
         rules = (asked.mask.parts, asked.divergence, work.turned)
-        dims = tuple((side.dim, side.dtype) for side in work.sides), tuple(x.dim for x in asked.extras)
+        dims = tuple((side.dim, side.dtype) for side in work.sides), tuple(x.dim for x in asked.multiplied)
         key = (asked.op, work.task, dims, rules, facts)
         found = self._fitting.get(key)
         return found or self._fitting.setdefault(key, self._fits(work, facts))

@@ -112,8 +112,8 @@ def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
 
 
 def _dims(problem: Problem) -> list[int]:
-    """Columns of all operands."""
-    return [*(side.dim for side in problem.distributions), *(x.dim for x in problem.extras)]
+    """Columns of all operands that are multiplied."""
+    return [*(side.dim for side in problem.distributions), *(x.dim for x in problem.multiplied)]
 
 
 def _shared(heads: int, rows: int, threads: int) -> int:
