@@ -6,13 +6,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+import numpy as np
+
 from . import arrays, frameworks, planning, validate
 from .advice.signatures import public
-from .arguments import flag, with_article
+from .arguments import flag
 from .arrays import Results
 from .call import Call, SavedArrays, runner_for
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS
+from .numpy_backend.elements import narrow
 from .ops import SPARSE_ATTENTION
 from .ops.sparse_attention import ATTENTION_INPUTS, AttentionWrt
 from .options import Layout, Precision
@@ -496,15 +499,15 @@ def merge_attention_states(outs: Sequence[A], lses: Sequence[A]) -> AttentionFor
         return AttentionForward(*merged(outs, lses))
     found = {f"{name}[{i}]": x for name, parts in (("outs", outs), ("lses", lses)) for i, x in enumerate(parts)}
     framework = validate.one_framework({name: frameworks.framework_of(name, x) for name, x in found.items()})
-    if framework not in frameworks.OWN:
-        raise TypeError(
-            f"outs[0] is {with_article(framework)} array; allowed are NumPy, CuPy, torch and JAX arrays. Convert it: "
-            f"{frameworks.conversion('outs[0]', framework, 'numpy')}"
-        )
     if framework == "jax":  # tracers too, which cannot be read
         return AttentionForward(*states.merged(sys.modules["jax.numpy"], outs, lses))
     views = [describe(name, x) for name, x in found.items()]
     for view in views[1:]:
         validate.same_place(views[0], view)
-    with frameworks.on_device(views[0]):
-        return AttentionForward(*states.merged(FRAMEWORKS[framework].namespace(views[0].device), outs, lses))
+    of, like = FRAMEWORKS[framework], views[0]
+    values = [of.values(name, x) for name, x in found.items()]
+    with frameworks.on_device(like):
+        out, lse = states.merged(of.namespace(like.device), values[: len(outs)], values[len(outs) :])
+    if like.dtype == "bfloat16" and out.dtype == np.float32:  # NumPy has computed for a guest
+        out = narrow(out, np.dtype(np.uint16))
+    return frameworks.given_back(like, outs[0], AttentionForward(out, lse))

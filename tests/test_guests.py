@@ -18,7 +18,7 @@ from streamkl_cupy.frameworks import base, describe
 from streamkl_cupy.frameworks import numpy as numpy_framework
 from streamkl_cupy.numpy_backend.elements import narrow
 from streamkl_cupy.problem import INPUT_NAMES
-from streamkl_cupy.testing import reference
+from streamkl_cupy.testing import attention, reference
 from streamkl_cupy.testing.compare import check_gradients, check_lse, check_rows
 from streamkl_cupy.testing.problems import make
 
@@ -181,6 +181,29 @@ def test_forward_and_backward(guest: Any, dtype: str, rng: np.random.Generator) 
     assert {type(g) for g in grads} == {kind}
     assert {base.dtype_label(g.dtype) for g in grads} == {dtype}
     check_gradients(tuple(map(guest.numpy, grads)), reference.backward(grad, *case.arrays), case.dtypes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_and_what_merges_its_parts(guest: Any, dtype: str, rng: np.random.Generator) -> None:
+    if dtype not in guest.dtypes:
+        pytest.skip(f"this framework has no {dtype} here")
+    case = make("gaussian", B=2, H=2, M=7, N=7, D_t=8, seed=rng.integers(99), dtypes=dtype)
+    q, k, v, other = inputs(guest, case)
+    whole = attention.forward(*case.arrays[:3])
+    far = attention.forward(case.arrays[0], case.arrays[3], case.arrays[2])
+    rows = [streamkl_cupy.sparse_attention_forward(q, x, v) for x in (k, other)]
+    merged = streamkl_cupy.merge_attention_states([r.out for r in rows], [r.lse for r in rows])
+    grads = streamkl_cupy.sparse_attention_backward(rows[0].out, q, k, v, saved=rows[0])
+    share = 1 / (1 + np.exp(far.lse - whole.lse))[..., None]
+    both = share * whole.out.value + (1 - share) * far.out.value
+    wanted = attention.backward(whole.out.value, None, *case.arrays[:3])
+    for x, y in zip(
+        (rows[0].out, merged.out, *grads), (whole.out.value, both, *(t.value for t in wanted)), strict=True
+    ):
+        assert type(x) is type(q)
+        assert base.dtype_label(x.dtype) == dtype
+        error = np.linalg.norm(guest.numpy(x) - y) / np.linalg.norm(y)
+        assert error < (1e-5 if dtype == "float32" else 1e-2)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
