@@ -1,11 +1,14 @@
-"""Distil a language model's dense attention into a student whose heads each see their own shard of the context.
+"""Distil a language model's dense attention into a student whose heads each see their own shard of the context, run it.
 
 The teacher is layer 15 of SmolLM2-135M (9 query heads, 3 key heads, head dimension 64), dense and causal. The student
 sees the same hidden states and learns its own W_q and W_k, but attends sparsely: every head sees a band near the row,
 the first keys, and its own stripes of blocks, so that the heads together see everything. `block_mask` restricts both
 sides to what a head sees, and the teacher's weights there are rescaled to sum to 1; `teacher_mass` says how much they
-summed to before, which is what the pattern keeps of the teacher. The first 256 tokens train the student; the queries
-of the last 64 are held out. Runs on CuPy arrays where a CUDA GPU is usable and on NumPy arrays otherwise.
+summed to before, which is what the pattern keeps of the teacher, and what a row weighs in the loss. The first 256
+tokens train the student; the queries of the last 64 are held out. At last the student runs: `sparse_attention` with its
+queries and keys and the hidden states as values (the sample has no others), beside the dense teacher's outputs, and
+beside what the teacher's own weights give on the same pattern, which is what KL aims at. Runs on CuPy
+arrays where a CUDA GPU is usable and on NumPy arrays otherwise.
 
     python examples/sparse_student.py --plot sparse.png
 """
@@ -120,31 +123,54 @@ def main() -> None:
         kl = streamkl.attention_kl(teacher_q[:, late], teacher_k, q[:, late], k, causal=True, block_mask=late_rows)
         return to_numpy(kl).mean(axis=-1)
 
-    rows = heads * TRAIN
+    def kept_by(mask: Any, rows: slice) -> Any:
+        """The teacher against itself: what of its attention a pattern lets through, row by row."""
+        teacher = (teacher_q[:, rows], teacher_k[:, : rows.stop]) * 2
+        lse = streamkl.attention_kl_forward(*teacher, causal=True).teacher_lse
+        return streamkl.attention_kl_forward(*teacher, causal=True, block_mask=mask, dense_teacher_lse=lse).teacher_mass
+
+    # As many values as keys have heads, each as wide as the rest of the hidden state allows.
+    values = xp.ascontiguousarray(hidden.reshape(tokens, len(teacher_k), -1).swapaxes(0, 1)).astype(dtype)
+
+    def off(q: Any, k: Any) -> Any:
+        """How far outputs of the last 64 queries are from the dense teacher's, per head: relative L2."""
+        sparse = streamkl.sparse_attention(q[:, late], k, values, causal=True, block_mask=late_rows)
+        dense = to_numpy(streamkl.sparse_attention(teacher_q[:, late], teacher_k, values, causal=True))
+        norm = np.linalg.norm(dense, axis=(1, 2))
+        return np.linalg.norm(to_numpy(sparse) - dense, axis=(1, 2)) / norm
+
+    weight = kept_by(train_rows, seen)
+    rows = float(weight.sum())
     train: list[float] = []
-    before = held_out()
+    before, outputs_before = held_out(), off(*(x.astype(dtype) for x in student.project(hidden)))
     with tqdm(range(options.steps), unit="step") as bar:
         for _ in bar:
             q, k = (x.astype(dtype) for x in student.project(hidden[seen]))
             # Differentiate the sum: gradients of a mean over 2304 rows would underflow in float16.
             total, grads = streamkl.attention_kl_value_and_grad(
-                teacher_q[:, seen], teacher_k[:, seen], q, k, causal=True, block_mask=train_rows, reduction="sum"
+                teacher_q[:, seen],
+                teacher_k[:, seen],
+                q,
+                k,
+                causal=True,
+                block_mask=train_rows,
+                row_weight=weight,
+                reduction="sum",
             )
             adam.step([g / rows for g in student.gradients(hidden[seen], (grads.student_q, grads.student_k))])
             train.append(float(total) / rows)
             bar.set_postfix(train=f"{train[-1]:.3f}")
-    after = held_out()
-
-    # The teacher against itself: what of its attention the pattern lets through, row by row.
-    teacher = (teacher_q, teacher_k) * 2
-    dense_lse = streamkl.attention_kl_forward(*teacher, causal=True).teacher_lse
-    stats = streamkl.attention_kl_forward(*teacher, causal=True, block_mask=pattern, dense_teacher_lse=dense_lse)
-    kept = to_numpy(stats.teacher_mass).mean(axis=-1)
+    after, outputs_after = held_out(), off(*(x.astype(dtype) for x in student.project(hidden)))
+    kept = to_numpy(kept_by(pattern, slice(0, tokens))).mean(axis=-1)
+    closest = off(teacher_q, teacher_k)
 
     print("head  sees  keeps of the teacher  held-out KL in nats")
     for head in range(heads):
         density = pattern.select(head).density
         print(f"{head:>4}{density:>6.0%}{kept[head]:>22.1%}{before[head]:>13.3f} -> {after[head]:.3f}")
+    print("head  outputs off by    with the teacher's own weights by")
+    for head in range(heads):
+        print(f"{head:>4}{outputs_before[head]:>8.1%} -> {outputs_after[head]:.1%}{closest[head]:>14.1%}")
     print(f"training rows: KL {train[0]:.3f} -> {train[-1]:.3f} nats")
     print(f"held-out rows: KL {before.mean():.3f} -> {after.mean():.3f} nats")
     if options.plot:
@@ -155,6 +181,7 @@ def main() -> None:
         figure.savefig(options.plot, dpi=150)
         print(f"wrote {options.plot}")
     assert np.all((kept > 0) & (kept < 1 + 1e-5)), "attention kept must be a part of the pattern"
+    assert outputs_after.mean() < outputs_before.mean(), "outputs must come closer"
     halved(training=train[-1] < 0.5 * train[0], held_out=after.mean() < 0.5 * before.mean())
     print("The sparse student's attention follows its teacher's.")
 

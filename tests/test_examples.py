@@ -118,6 +118,12 @@ def test_sparse_student(tmp_path: Path) -> None:
     first, last = falls(text, "training")
     assert last < 0.1 * first
     assert falls(text, "held-out") == pytest.approx((before.mean(), after.mean()), abs=1e-3)
+    table = re.findall(r"^ +(\d) +([\d.]+)% -> ([\d.]+)% +([\d.]+)%$", text, re.MULTILINE)
+    assert [row[0] for row in table] == [str(head) for head in range(9)]
+    first_off, last_off, closest = np.array(table, float).T[1:]
+    assert (last_off < first_off).all()
+    assert last_off.mean() < 2.5 * closest.mean()
+    assert np.corrcoef(closest, 100 - kept)[0, 1] > 0.3, "what the pattern keeps is not what outputs have"
     image = matplotlib.image.imread(tmp_path / "plot.png")
     assert image.shape[0] > 500
     assert image[..., :3].std() > 0.1, "the plot is all but blank"
