@@ -799,6 +799,14 @@ def test_compile_fills_the_cache_and_reports(cache: Path, capsys: pytest.Capture
     assert code == (1 if "spills" in text or "remark of" in text else 0)
 
 
+def test_compile_lists_the_kernels_of_an_operation(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["compile", "--op", "sparse_attention", "--arch", "sm_90", "--dims", "64/128", "--list"])
+    lines = capsys.readouterr().out.splitlines()
+    listed = catalogue.attention_entries("sm_90", [(64, 128)])
+    assert (code, lines) == (0, [f"{x.kernel.arch} {x.label}: {x.kernel}" for x in listed])
+    assert {x.kernel.name for x in listed} == {"attention", "combine", "query", "key", "value"}
+
+
 FEW = ("compile", "--arch", "sm_80", "--dims", "16", "--dtype", "float16", "--masks", "none")
 
 

@@ -15,10 +15,11 @@ from .. import frameworks
 from ..compiler import cache, settings
 from ..compiler.nvrtc import supported_archs
 from ..errors import CompilerError, install
+from ..ops import ATTENTION_KL, OPS, SPARSE_ATTENTION
 from ..problem import Problem, Side
 from ..rules.divergences import DIVERGENCES
 from . import catalogue, report
-from .catalogue import DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, SCORE_CASES, Built
+from .catalogue import ATTENTION_DIMS, DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, SCORE_CASES, Built
 from .values import dims
 
 HELP = "compile kernels ahead of time into the cache; needs no GPU"
@@ -28,6 +29,7 @@ examples:
   python -m streamkl_cupy compile --arch sm_80 sm_90 sm_120        for other machines; no GPU needed
   python -m streamkl_cupy compile --dims 64 128 192/128 --dtype bfloat16
   python -m streamkl_cupy compile --dims 128 --masks none causal packed blocks
+  python -m streamkl_cupy compile --op sparse_attention --dims 128 192/128
   mkdir -m 755 /opt/kernels && STREAMKL_CACHE_DIR=/opt/kernels python -m streamkl_cupy compile --arch sm_90
                                                                    as root: into an image, for all its users
 
@@ -41,8 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("--arch", nargs="+", metavar="ARCH", help="such as sm_90; default: the GPU here, else sm_90")
     parser.add_argument(
-        "--dims", nargs="+", type=dims, metavar="D", help="head dims, as 128 or teacher/student 192/128; default: all"
+        "--dims",
+        nargs="+",
+        type=dims,
+        metavar="D",
+        help="head dims, as 128 or teacher/student 192/128, of sparse_attention keys/values; default: all",
     )
+    parser.add_argument("--op", choices=OPS, default=ATTENTION_KL.name, help="whose kernels (%(default)s)")
     names = sorted({name for types in ELEMENT_TYPES for name in types[:2]})
     parser.add_argument(
         "--dtype", nargs="+", choices=names, metavar="TYPE", help=f"only these of {', '.join(names)}; default: all"
@@ -81,12 +88,16 @@ def run(options: argparse.Namespace) -> int:
     if options.jobs is not None and options.jobs < 1:
         raise ValueError(f"--jobs {options.jobs}: give at least 1")
     archs = options.arch or [_arch_here()]
-    pairs = options.dims or DIMS
     types = [t for t in ELEMENT_TYPES if not options.dtype or {t.teacher, t.student} <= set(options.dtype)]
     scores = [*itertools.product(options.scores, repeat=2)]
     listed = []
     refused = []
     for arch in archs:
+        if options.op == SPARSE_ATTENTION.name:
+            pairs = options.dims or ATTENTION_DIMS
+            listed += catalogue.attention_entries(arch, pairs, types, options.masks, options.scores)
+            continue
+        pairs = options.dims or DIMS
         found, without = catalogue.entries(arch, pairs, types, options.masks, options.divergences, scores)
         listed += found
         refused += [f"{arch} {line}" for line in without]
