@@ -365,9 +365,9 @@ def plan(
     longest = (max(map(length, job.rows)), max(map(length, job.keys)))
     blocks = tuple((piece.block.rows, piece.block.keys) for piece in job.pieces(rank))
     moved = traffic(job.strategy, inputs, longest, size, job.axes.rows, wrt)
-    if job.strategy == "all_gather" and size > 1:  # what each launch leaves, and the sums that are sent
+    if job.strategy == "all_gather" and moved.sums:  # what a launch leaves, and the sums that are sent
         each = moved.sums // (2 * size * longest[1])
-        moved = replace(moved, sums=each * (sum(k[1] - k[0] for _, k in blocks) + size * longest[1]))
+        moved = replace(moved, sums=each * (max((k[1] - k[0] for _, k in blocks), default=0) + size * longest[1]))
     return ShardingPlan(rank, size, job.strategy, why, job.groups, moved, wrt, blocks)
 
 

@@ -12,7 +12,7 @@ is given its number. Shards travel as long as the longest of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,8 +34,8 @@ SUMMED = {"a2a": "", "all_gather": "k", "all_gather_queries": "q", "p2p": "qk"}
 """Whose gradients are sums over ranks, of queries "q" and of keys "k"."""
 
 
-Part = tuple[slice, Any]
-"""Rows or keys of an array, and what is to be there."""
+NOBODY = 2**40
+"""Beyond all positions."""
 
 
 class Axes(NamedTuple):
@@ -219,66 +219,96 @@ class Job:
         return states[0] if len(states) == 1 else merge_kl_states(*states)
 
     def gradients(
-        self,
-        grad: Any,
-        inputs: Sequence[Any],
-        results: KLForwardRows[Any],
-        runs: tuple[Runs, Runs],
-        wrt: tuple[str, ...],
-    ) -> list[tuple[Piece, tuple[Any, ...]]]:
-        """What a shard of keys and a shard of rows contribute to each other's gradients, call by call."""
-        found = []
-        for call in self.calls(*runs):
-            kl, teacher_lse, student_lse, _, _, moments = self.cut_rows(results, call.rows)
-            saved = (self.cut(grad, call.rows), teacher_lse, student_lse, kl, moments)
-            found.append((call, self.engine.backward(saved, self.as_call(inputs, call), wrt)))
-        return found
+        self, saved: Sequence[Any], inputs: Sequence[Any], runs: tuple[Runs, Runs], totals: Mapping[int, Total]
+    ) -> dict[int, Any]:
+        """What a shard of keys and a shard of rows contribute to each other's gradients, call by call, the largest
+        first: each is added to its total and let go. `saved` is grad, and what a backward reads of rows."""
+        wrt = tuple(NAMES[k] for k in totals)
+        for call in sorted(self.calls(*runs), key=lambda call: call.keys.start - call.keys.stop):
+            rows = tuple(None if x is None else self.cut(x, call.rows) for x in saved)
+            grads = self.engine.backward(rows, self.as_call(inputs, call), wrt)
+            for k, total in totals.items():
+                total.add(call.rows if k in QUERIES else call.keys, grads[k])
+            del grads
+        return {k: total.result() for k, total in totals.items()}
 
-    def total(self, parts: Sequence[Part], like: Any, size: int, exact: bool = False) -> Any:
-        """The sum of parts of `size` rows or keys, each where it belongs, as wide as sums are kept; `exact` says that
-        no two overlap, so that the dtype may stay as it is."""
-        if len(parts) == 1 and parts[0][0] == slice(0, size) and (exact or self.ranks.size == 1):
-            return parts[0][1]
-        out = self.library.empty(like, self.extended(like, size), like.dtype if exact else _sum_dtype(like))
-        return self.added(out, (), parts, (0, size))
+    def total(self, like: Any, exact: bool = False) -> Total:
+        """Of gradients like an array; `exact` says that no two of them overlap, so that the dtype may stay as it is."""
+        size = like.shape[self.axes.rows]
+        dtype = like.dtype if exact else _sum_dtype(like)
+        return Total(self, like, tuple(like.shape), dtype, ((), (0, size), 0), whole=exact or self.ranks.size == 1)
 
-    def scattered(self, parts: Sequence[Part], like: Any) -> Any:
-        """The same of keys in the order of positions, as every rank's shard of it: (size, ...)."""
-        if self.ranks.size == 1:
-            return self.sent(self.total(parts, like, like.shape[self.axes.rows]), self.keys, self.axes.rows)
+    def scattered(self, like: Any) -> Total:
+        """Of gradients of all keys, as every rank's shard of it: (size, ...)."""
         longest = max(map(length, self.keys))
-        out = self.library.empty(like, (self.ranks.size, *self.extended(like, longest)), _sum_dtype(like))
-        for rank, runs in enumerate(self.keys):
-            for run, start in zip(runs, starts_of(runs)):
-                out = self.added(out, (rank,), parts, run, start)
-            if length(runs) < longest:
-                out = self.library.put(out, (rank, *at(self.axes.rows, slice(length(runs), longest))), 0)
-        return out
-
-    def added(self, out: Any, first: tuple[int, ...], parts: Sequence[Part], run: Run, start: int = 0) -> Any:
-        """Write the sum of parts over a run to where it has its place. The longest is copied there, and the rest added,
-        so that nothing is cleared which is written anyway."""
-        low, high = run
-        pieces = []
-        for where, x in sorted(parts, key=lambda part: part[0].start - part[0].stop):
-            begin, end = max(where.start, low), min(where.stop, high)
-            if begin < end:
-                pieces.append((begin, end, x[at(self.axes.rows, slice(begin - where.start, end - where.start))]))
-        begin, end, _ = pieces[0] if pieces else (low, low, None)
-
-        def index(begin: int, end: int) -> tuple[Any, ...]:
-            return (*first, *at(self.axes.rows, slice(start + begin - low, start + end - low)))
-
-        for gap in ((low, begin), (end, high)):
-            if gap[0] < gap[1]:
-                out = self.library.put(out, index(*gap), 0)
-        for number, (begin, end, x) in enumerate(pieces):
-            out = (self.library.add if number else self.library.put)(out, index(begin, end), x)
-        return out
+        places = [
+            ((rank,), run, start)
+            for rank, runs in enumerate(self.keys)
+            for run, start in zip((*runs, _beyond(runs, longest)), (*starts_of(runs), length(runs)))
+        ]
+        shape = (self.ranks.size, *self.extended(like, longest))
+        return Total(self, like, shape, _sum_dtype(like), *places)
 
     def extended(self, x: Any, size: int) -> tuple[int, ...]:
         """The shape of an array with so many rows or keys."""
         return (*x.shape[: self.axes.rows], size, *x.shape[self.axes.rows + 1 :])
+
+
+Place = tuple[tuple[int, ...], Run, int]
+"""Where a run of positions has its place: the first indices, the run, and where along the axis it begins there."""
+
+
+class Total:
+    """A sum of gradients of parts of rows or keys, each added where it belongs. The first is copied, and only what it
+    leaves is cleared."""
+
+    def __init__(
+        self, job: Job, like: Any, shape: tuple[int, ...], dtype: Any, *places: Place, whole: bool = False
+    ) -> None:
+        """`whole`: one part that is all of it may be the total itself."""
+        self._job, self._like, self._shape, self._dtype, self._places, self._whole = (
+            job,
+            like,
+            shape,
+            dtype,
+            places,
+            whole,
+        )
+        self._out: Any = None
+
+    def add(self, where: slice, x: Any) -> None:
+        """A part of it."""
+        library, first = self._job.library, self._out is None
+        if first and self._whole and x.shape == self._shape:
+            self._out = x
+            return
+        out = library.empty(self._like, self._shape, self._dtype) if first else self._out
+        for prefix, (low, high), start in self._places:
+            begin, end = max(where.start, low), min(where.stop, high)
+            if begin >= end:
+                begin = end = low
+            if begin < end:
+                part = self._job.cut(x, slice(begin - where.start, end - where.start))
+                out = (library.put if first else library.add)(
+                    out, self._index(prefix, start + begin - low, end - begin), part
+                )
+            if first:
+                for stop, gap in ((low, begin - low), (end, high - end)):
+                    if gap:
+                        out = library.put(out, self._index(prefix, start + stop - low, gap), 0)
+        self._out = out
+
+    def result(self) -> Any:
+        """All of it; zeros where nothing was added."""
+        return self._job.library.full(self._like, self._shape, self._dtype) if self._out is None else self._out
+
+    def _index(self, prefix: tuple[int, ...], start: int, count: int) -> tuple[Any, ...]:
+        return (*prefix, *at(self._job.axes.rows, slice(start, start + count)))
+
+
+def _beyond(runs: Runs, longest: int) -> Run:
+    """A run of as many positions as a shard is shorter than the longest, which nobody owns."""
+    return (NOBODY, NOBODY + longest - length(runs))
 
 
 def _ready(x: Any) -> Pending:
@@ -287,6 +317,16 @@ def _ready(x: Any) -> Pending:
 
 def _moved(where: Run, run: Run, start: int) -> slice:
     return slice(start + where[0] - run[0], start + where[1] - run[0])
+
+
+def _wanted(wrt: Sequence[str]) -> list[int]:
+    """Which of the arrays are differentiated by."""
+    return [k for k in range(len(NAMES)) if NAMES[k] in wrt]
+
+
+def _saved(grad: Any, rows: KLForwardRows[Any]) -> list[Any]:
+    """What a backward reads, in the order of the operation's record."""
+    return [grad, rows.teacher_lse, rows.student_lse, rows.kl, rows.moments]
 
 
 def _stat_dtype(inputs: Sequence[Any]) -> str:
@@ -369,24 +409,21 @@ def _all_gather_forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[
 def _all_gather_backward(
     job: Job, grad: Any, inputs: Sequence[Any], results: KLForwardRows[Any], kept: Any, wrt: tuple[str, ...]
 ) -> tuple[Any, ...]:
-    heads, parts = job.axes.heads, _groups(job, inputs)
+    heads, parts, alone = job.axes.heads, _groups(job, inputs), job.ranks.size == 1
+    wanted, saved = _wanted(wrt), _saved(grad, results)
     done: list[dict[int, Pending]] = []
     for i, (part, arrays) in enumerate(_gathered(parts, kept)):
-        some = [grad, *results]
+        some = saved
         if heads is not None and len(parts) > 1:
-            some = [None if x is None else _heads(x, heads, i, len(parts)) for x in some]
+            some = [None if x is None else _heads(x, heads, i, len(parts)) for x in saved]
 
         def compute(rank: int, part: Job = part, arrays: list[Any] = arrays, some: list[Any] = some) -> dict[int, Any]:
-            runs = job.rows[rank], _whole(job.keys)
-            calls = part.gradients(some[0], arrays, KLForwardRows(*some[1:]), runs, wrt)
-            grads = {}
-            for k in (k for k in range(4) if NAMES[k] in wrt):
-                if k in QUERIES:
-                    size = arrays[k].shape[job.axes.rows]
-                    grads[k] = part.total([(call.rows, g[k]) for call, g in calls], arrays[k], size, exact=True)
-                else:
-                    grads[k] = part.scattered([(call.keys, g[k]) for call, g in calls], arrays[k])
-            return grads
+            totals = {
+                k: part.total(arrays[k], exact=True) if k in QUERIES or alone else part.scattered(arrays[k])
+                for k in wanted
+            }
+            found = part.gradients(some, arrays, (job.rows[rank], _whole(job.keys)), totals)
+            return {k: part.sent(x, job.keys, job.axes.rows) if k in KEYS and alone else x for k, x in found.items()}
 
         grads = job.ranks.here(compute)
         done.append({k: job.summed(x) if k in KEYS else _ready(x) for k, x in grads.items()})
@@ -427,24 +464,13 @@ def _queries_backward(
     if kept is None:
         kept = _queries(job, inputs)
     arrays = [kept[0], inputs[1], kept[1], inputs[3]]
-    vectors = [grad, results.kl, results.teacher_lse, results.student_lse]
-    whole_grad, *rows = job.gather([job.library.cast(x, results.kl.dtype) for x in vectors], job.rows)()
+    vectors = [job.library.cast(x, results.kl.dtype) for x in _saved(grad, results)[:4]]
+    saved = [*job.gather(vectors, job.rows)(), None]
 
     def compute(rank: int) -> dict[int, Any]:
-        done = job.gradients(whole_grad, arrays, KLForwardRows(*rows), (_whole(job.rows), job.keys[rank]), wrt)
-        grads = {}
-        for k in range(4):
-            if NAMES[k] not in wrt:
-                continue
-            if k in QUERIES:
-                pieces = [(call.rows, g[k]) for call, g in done]
-                grads[k] = job.sent(
-                    job.total(pieces, arrays[k], arrays[k].shape[job.axes.rows]), job.rows, job.axes.rows
-                )
-            else:
-                pieces = [(call.keys, g[k]) for call, g in done]
-                grads[k] = job.total(pieces, arrays[k], arrays[k].shape[job.axes.rows], exact=True)
-        return grads
+        totals = {k: job.total(arrays[k], exact=k in KEYS) for k in _wanted(wrt)}
+        found = job.gradients(saved, arrays, (_whole(job.rows), job.keys[rank]), totals)
+        return {k: job.sent(x, job.rows, job.axes.rows) if k in QUERIES else x for k, x in found.items()}
 
     found = job.ranks.here(compute)
     pending = {k: job.summed(x) for k, x in found.items() if k in QUERIES}
@@ -479,7 +505,7 @@ def _ring_backward(
 ) -> tuple[Any, ...]:
     size, axis = job.ranks.size, job.axes.rows
     held = tuple(job.padded(inputs[k], job.keys) for k in KEYS)
-    wanted = [k for k in range(4) if NAMES[k] in wrt]
+    wanted = _wanted(wrt)
     keys = [k for k in wanted if k in KEYS]
     sums: dict[int, Any] = {}
     for step in range(size):
@@ -487,15 +513,11 @@ def _ring_backward(
 
         def compute(rank: int, step: int = step, held: Any = held, sums: Any = sums) -> dict[int, Any]:
             arrays = [inputs[0], held[0], inputs[2], held[1]]
+            totals = {k: job.total(arrays[k]) for k in wanted}
+            for k, x in sums.items():
+                totals[k].add(slice(0, x.shape[axis]), x)
             runs = job.rows[rank], job.keys[(rank - step) % size]
-            done = job.gradients(grad, arrays, results, runs, wrt)
-            found = {}
-            for k in wanted:
-                pieces = [(call.rows if k in QUERIES else call.keys, g[k]) for call, g in done]
-                if k in sums:
-                    pieces.append((slice(0, sums[k].shape[axis]), sums[k]))
-                found[k] = job.total(pieces, arrays[k], arrays[k].shape[axis])
-            return found
+            return job.gradients(_saved(grad, results), arrays, runs, totals)
 
         sums = job.ranks.here(compute)
         if size > 1 and keys:  # at the end of the round they are at home
@@ -565,13 +587,8 @@ def _a2a_backward(
 
     def compute(rank: int) -> dict[int, Any]:
         part = _some_heads(job, heads, rank)
-        done = part.gradients(whole_grad, arrays, rows, (_whole(job.rows), _whole(job.keys)), wrt)
-        found = {}
-        for k in range(4):
-            if NAMES[k] in wrt:
-                pieces = [(call.rows if k in QUERIES else call.keys, g[k]) for call, g in done]
-                found[k] = part.total(pieces, arrays[k], arrays[k].shape[job.axes.rows], exact=True)
-        return found
+        totals = {k: part.total(arrays[k], exact=True) for k in _wanted(wrt)}
+        return part.gradients(_saved(whole_grad, rows), arrays, (_whole(job.rows), _whole(job.keys)), totals)
 
     grads = job.ranks.here(compute)
     outs: list[Any] = [None] * 4
