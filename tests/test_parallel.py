@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
 import shutil
@@ -436,6 +437,15 @@ def test_an_error_of_one_rank_ends_all(rng: np.random.Generator) -> None:
 
     with pytest.raises(KeyError, match="mine"):
         LocalWorld(3).run(rank_of)
+
+
+def test_docstrings() -> None:
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner()
+    for name in parallel.__all__:
+        for example in finder.find(getattr(parallel, name), name, globs={}):
+            runner.run(example)
+    assert runner.tries > 20
+    assert not runner.failures
 
 
 def test_zigzag_is_even() -> None:
