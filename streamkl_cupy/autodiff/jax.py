@@ -356,7 +356,12 @@ def backward(config: Config, wrt: tuple[str, ...], inputs: _Operands, masks: _Ma
             )
     operands, masked = _given(op.names, inputs), _given(MASK_ARRAYS, masks)
     like = (*operands.values(), *masked.values(), *(x for x, *_ in read.values()))
-    results = {name: _Result(x.shape, problem.gradient_dtype(name)) for name, x in operands.items() if name in wrt}
+    wide = problem.wide_gradients
+    results = {
+        name: _Result(x.shape, problem.gradient_dtype(name) if wide else x.dtype)
+        for name, x in operands.items()
+        if name in wrt
+    }
     if _nothing(problem):
         grads = tuple(jnp.zeros(x.shape, x.dtype) for x in results.values())
     else:

@@ -82,6 +82,7 @@ _TEXT = {
     "WRT": """wrt: Names of the inputs to differentiate by, of "index_q", "index_k" and "index_weights".""",
     "WEIGHT": """row_weight: Weight of each row, an array that broadcasts to the rows. Default 1 everywhere. A row of
             weight 0 has gradients of exactly 0, and no part in a sum, whatever it holds.""",
+    "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
     "ERRORS": """TypeError: wrong kind of array or dtype, arrays of several frameworks, or no index_scale.
         ValueError: shapes or devices that do not fit together, or an unknown option.
         NotImplementedError: arrays on a GPU, gradients of the teacher, and what else is not built.""",
@@ -304,6 +305,8 @@ def indexer_kl(
     refused. Built for arrays on the CPU. A row that sees no key, or in whose keys no head has mass, has KL 0 and zero
     gradients, and is not counted by a mean.
 
+    <SOURCE>
+
     Args:
         <TEACHER>
         <INDEX>
@@ -365,6 +368,8 @@ def indexer_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     deterministic: bool | None = None,
 ) -> IndexerForward:
     """Rows of `indexer_kl` outside every autograd: the first half of a hand-written gradient.
+
+    <SOURCE>
 
     Args:
         <TEACHER>
@@ -429,6 +434,8 @@ def indexer_kl_backward(  # type: ignore[empty-body]  # as are all: see @public
         dq^I_h = index_scale w_h sum_j dI_j [s_hj > 0] k^I_j        dw_h = index_scale sum_j dI_j max(s_hj, 0)
         dk^I_j = index_scale sum_i,h dI_j w_h [s_hj > 0] q^I_h
 
+    <SOURCE>
+
     Args:
         grad: Derivative of the loss by each row's KL, in shape and dtype of `kl`; a row of 0 has no gradient at all.
         <TEACHER>
@@ -486,6 +493,8 @@ def indexer_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see @p
 ) -> tuple[Any, IndexerGradients]:
     """A loss over all rows and its gradients, outside every autograd: one training step in one call.
 
+    <SOURCE>
+
     Args:
         <TEACHER>
         <INDEX>
@@ -534,6 +543,8 @@ def indexer_target(
 
     Each rank makes that of its own heads; their sum goes to `indexer_kl` as target=, which normalises it once. Give
     teacher_lse wherever a row's mass lies on keys that it does not see: heads are weighed by it.
+
+    <SOURCE>
 
     Args:
         <TEACHER>
@@ -586,6 +597,8 @@ def indexer_kl_plan(  # type: ignore[empty-body]  # as are all: see @public
 
     In place of arrays it takes anything with a shape and a dtype, as a compact array on the current GPU, or on the CPU
     where there is no usable GPU.
+
+    <SOURCE>
 
     Args:
         <TEACHER>
@@ -647,6 +660,8 @@ def indexer_kl_warmup(
 
     Call it before capturing a CUDA graph or timing a loop. In place of arrays it takes anything with a shape and a
     dtype.
+
+    <SOURCE>
 
     Args:
         <TEACHER>
