@@ -107,7 +107,9 @@ def check(core: Any, case: Problem, rng: np.random.Generator) -> None:
         got = core.numpy(found)
         assert core.dtype(found) == case.dtypes[1]
         assert (got[magnitude == 0] == 0).all()
-        assert np.linalg.norm(got - value) <= GRADIENTS[case.dtypes[1]] * np.linalg.norm(value)
+        # Where rows see one key each, only roundings of what cancels are left.
+        size = max(np.linalg.norm(value), 0.1 * np.linalg.norm(magnitude))
+        assert np.linalg.norm(got - value) <= GRADIENTS[case.dtypes[1]] * size
 
 
 def some_types(core: Any, rng: np.random.Generator) -> tuple[str, str]:
