@@ -162,11 +162,11 @@ class Problem:
         return getattr(self.side(spec.side), spec.rows)  # type: ignore[no-any-return]
 
     @property
-    def multiplied(self) -> tuple[Operand, ...]:
-        """Of `extras` those that tiles are multiplied by: no side that is given."""
+    def multiplied(self) -> dict[str, Operand]:
+        """Of `extras` those that tiles are multiplied by, by name: no side that is given."""
         op = self.operation
         extras = zip([x for x in op.operands if x.extra], self.extras, strict=True)
-        return tuple(x for spec, x in extras if not op.given(spec.side))
+        return {spec.name: x for spec, x in extras if not op.given(spec.side)}
 
     def columns(self, letter: str) -> int:
         """Columns that the operation calls by a letter."""

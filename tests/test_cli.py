@@ -807,6 +807,18 @@ def test_compile_lists_the_kernels_of_an_operation(capsys: pytest.CaptureFixture
     assert {x.kernel.name for x in listed} == {"attention", "combine", "query", "key", "value"}
 
 
+def test_compile_lists_the_kernels_of_targets(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--arch", "sm_90", "--dims", "192/128", "--dtype", "float32", "--masks", "none")
+    assert main(["compile", "--op", "attention_kl_to", *few, "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[1] for line in lines} == {"forward", "combine", "student_q", "student_k"}
+    assert {word for line in lines for word in line.split() if "/dot" in word} == {
+        "probability/dot:",
+        "log_probability/dot:",
+    }
+    assert all("128/128 float32" in line for line in lines)
+
+
 FEW = ("compile", "--arch", "sm_80", "--dims", "16", "--dtype", "float16", "--masks", "none")
 
 

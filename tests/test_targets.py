@@ -376,6 +376,15 @@ def test_plans_say_what_runs_and_why() -> None:
     streamkl_cupy.attention_kl_to_warmup(*(x[:, :1, :64, :64] for x in (t, q, q)), wrt=("student_q",))
 
 
+def test_other_lengths_compile_nothing() -> None:
+    def texts(rows: int, keys: int) -> set[str]:
+        t, q, k = (np.empty((1, 16, *shape), np.float32) for shape in ((rows, keys), (rows, 64), (keys, 64)))
+        plan = streamkl_cupy.attention_kl_to_plan(t, q, k, arch="sm_90")
+        return {kernel.text for kernel in (plan.forward, *(kernel for _, kernel in plan.gradients))}
+
+    assert texts(4096, 4096) == texts(4096, 8192) == texts(8192, 4100)
+
+
 def test_kernels_compile(rng: np.random.Generator) -> None:
     """Some of the hardest; a product more or less does not make them, so the rules are those of most calls."""
     pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")

@@ -15,11 +15,13 @@ from .. import frameworks
 from ..compiler import cache, settings
 from ..compiler.nvrtc import supported_archs
 from ..errors import CompilerError, install
-from ..ops import ATTENTION_KL, OPS, SPARSE_ATTENTION
+from ..kernels.base import ELEMENT_CODES
+from ..ops import ATTENTION_KL, ATTENTION_KL_TO, OPS, SPARSE_ATTENTION
 from ..problem import Problem, Side
 from ..rules.divergences import DIVERGENCES
+from ..rules.scores.given import GIVEN
 from . import catalogue, report
-from .catalogue import ATTENTION_DIMS, DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, SCORE_CASES, Built
+from .catalogue import ATTENTION_DIMS, DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, SCORE_CASES, Built, ElementTypes
 from .values import dims
 
 HELP = "compile kernels ahead of time into the cache; needs no GPU"
@@ -30,6 +32,7 @@ examples:
   python -m streamkl_cupy compile --dims 64 128 192/128 --dtype bfloat16
   python -m streamkl_cupy compile --dims 128 --masks none causal packed blocks
   python -m streamkl_cupy compile --op sparse_attention --dims 128 192/128
+  python -m streamkl_cupy compile --op attention_kl_to --dims 128  of the student
   mkdir -m 755 /opt/kernels && STREAMKL_CACHE_DIR=/opt/kernels python -m streamkl_cupy compile --arch sm_90
                                                                    as root: into an image, for all its users
 
@@ -90,6 +93,11 @@ def run(options: argparse.Namespace) -> int:
     archs = options.arch or [_arch_here()]
     types = [t for t in ELEMENT_TYPES if not options.dtype or {t.teacher, t.student} <= set(options.dtype)]
     scores = [*itertools.product(options.scores, repeat=2)]
+    if options.op == ATTENTION_KL_TO.name:
+        # Targets that nothing is lost of, and those that came of the same model.
+        of_student = options.dtype or ELEMENT_CODES
+        types = [ElementTypes(x, student) for student in of_student for x in dict.fromkeys(("float32", student))]
+        scores = [*itertools.product(GIVEN, options.scores)]
     listed = []
     refused = []
     for arch in archs:
@@ -98,6 +106,9 @@ def run(options: argparse.Namespace) -> int:
             listed += catalogue.attention_entries(arch, pairs, types, options.masks, options.scores)
             continue
         pairs = options.dims or DIMS
+        if options.op == ATTENTION_KL_TO.name:
+            # Of the student alone.
+            pairs = list(dict.fromkeys((student, student) for _, student in pairs))
         found, without = catalogue.entries(arch, pairs, types, options.masks, options.divergences, scores)
         listed += found
         refused += [f"{arch} {line}" for line in without]

@@ -370,7 +370,7 @@ class Kernel(ABC, Generic[Row]):
         """The rows of the table that this work and this GPU allow, whatever the extents: found once for all of them."""
         asked = work.problem
         rules = (asked.mask.parts, asked.divergence, work.turned)
-        dims = tuple((side.dim, side.dtype) for side in work.sides), tuple(x.dim for x in asked.multiplied)
+        dims = tuple((side.dim, side.dtype) for side in work.sides), tuple(x.dim for x in asked.multiplied.values())
         key = (asked.op, work.task, dims, rules, facts)
         found = self._fitting.get(key)
         return found or self._fitting.setdefault(key, self._fits(work, facts))
@@ -434,7 +434,7 @@ class Kernel(ABC, Generic[Row]):
         parts, scores = parts_of(problem.mask), [score_of(side) for side in work.sides]
         constants: dict[str, int | float | str] = {
             **{f"SKL_{name[0].upper()}_{x}": y for name, side in problem.sides.items() for x, y in _of_side(side)},
-            **{f"SKL_{x.name.upper()}_DIM": problem.operand(x.name).dim for x in problem.operation.operands if x.extra},
+            **{f"SKL_{name.upper()}_DIM": x.dim for name, x in problem.multiplied.items()},
             # One text for both precisions where no float32 is involved.
             "SKL_PLANES": PLANES[problem.precision if work.float32 else "highest"],
             "SKL_ROWS": tile.rows,

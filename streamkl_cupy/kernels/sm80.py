@@ -32,7 +32,7 @@ class Portable(Kernel[TileRow]):
             )
         if not self.fitting(work, facts):
             dims = dict.fromkeys(
-                f"{x.dim} ({x.dtype})" for x in (*(side.q for side in work.sides), *work.problem.multiplied)
+                f"{x.dim} ({x.dtype})" for x in (*(side.q for side in work.sides), *work.problem.multiplied.values())
             )
             return (
                 f"head dims {' and '.join(dims)} need more shared "

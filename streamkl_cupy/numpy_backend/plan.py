@@ -113,7 +113,7 @@ def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
 
 def _dims(problem: Problem) -> list[int]:
     """Columns of all operands that are multiplied."""
-    return [*(side.dim for side in problem.distributions), *(x.dim for x in problem.multiplied)]
+    return [*(side.dim for side in problem.distributions), *(x.dim for x in problem.multiplied.values())]
 
 
 def _shared(heads: int, rows: int, threads: int) -> int:
