@@ -276,12 +276,23 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return found
 
 
+# M, N, D, D_v, H, H_k.
+EXTENTS = {
+    "odd": (77, 130, 40, 24, 4, 2),
+    "wide": (90, 150, 192, 128, 2, 1),
+    "groups": (200, 200, 128, 128, 6, 2),
+    "decode": (1, 9000, 128, 128, 8, 2),
+    "packed decode": (20, 3000, 64, 128, 8, 2),
+    # Enough rows for the tiles that large problems have.
+    "many": (128, 96, 64, 64, 56, 56),
+    "many wide": (128, 96, 128, 128, 56, 56),
+}
+CASES = ("plain", "causal", "far", "holes", "lengths", "pattern", *EXTENTS)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(
-    "case",
-    ["plain", "causal", "far", "odd", "wide", "holes", "lengths", "pattern", "groups", "decode", "packed decode"],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_each_family_is_as_defined(
     case: str, dtype: str, family: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,9 +303,7 @@ def test_each_family_is_as_defined(
     monkeypatch.setattr(calls, "_runners", {})
     monkeypatch.setattr(calls, "_checked", {})
     monkeypatch.setattr(calls, "_looks", {})
-    M, N, D, Dv, H, Hk = {"odd": (77, 130, 40, 24, 4, 2), "wide": (90, 150, 192, 128, 2, 1),
-                          "groups": (200, 200, 128, 128, 6, 2), "decode": (1, 9000, 128, 128, 8, 2),
-                          "packed decode": (20, 3000, 64, 128, 8, 2)}.get(case, (300, 333, 128, 64, 4, 2))  # fmt: skip
+    M, N, D, Dv, H, Hk = EXTENTS.get(case, (300, 333, 128, 64, 4, 2))
     options: dict[str, Any] = {"causal": case != "plain"}
     if case == "far":
         options |= {"q_offset": -100, "softcap": 3.0, "scale": -0.2}
