@@ -242,7 +242,7 @@ def test_jax_kinds_that_hold_no_numbers(jax: Any) -> None:
     def look(x: Any) -> Any:
         assert frameworks.framework_of("teacher_q", x) == "jax"
         assert frameworks.is_standin("teacher_q", x)
-        with pytest.raises(TypeError, match=r"teacher_q is a JAX tracer.*call streamkl_cupy.attention_kl.*, not the explicit"):
+        with pytest.raises(TypeError, match=r"teacher_q is a JAX tracer.*call streamkl_cupy.attention_kl.*, not the"):
             describe("teacher_q", x)
         return x.sum()
 

@@ -85,7 +85,7 @@ _TEXT = {
     "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
     "ERRORS": """TypeError: wrong kind of array or dtype, arrays of several frameworks, or no index_scale.
         ValueError: shapes or devices that do not fit together, or an unknown option.
-        NotImplementedError: arrays on a GPU, gradients of the teacher, and what else is not built.""",
+        NotImplementedError: gradients of the teacher, JAX arrays on a GPU, and what else is not built.""",
 }
 
 
@@ -302,8 +302,8 @@ def indexer_kl(
 
     The M x N matrices of heads are never in memory. Differentiable to first order by index_q, index_k, index_weights
     and row_weight where the arrays are torch's or JAX's; the teacher is a constant, and one that requires a gradient is
-    refused. Built for arrays on the CPU. A row that sees no key, or in whose keys no head has mass, has KL 0 and zero
-    gradients, and is not counted by a mean.
+    refused. A row that sees no key, or in whose keys no head has mass, has KL 0 and zero gradients, and is not counted
+    by a mean.
 
     <SOURCE>
 
@@ -384,6 +384,14 @@ def indexer_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
 
     Raises:
         <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q, k = np.ones((1, 2, 1, 1)), np.log([[[[3.0], [1.0]], [[1.0], [3.0]]]])  # heads (3/4, 1/4) and (1/4, 3/4)
+        >>> index_q, index_k, w = np.ones((1, 1, 1, 1)), np.log([[[3.0], [1.0]]]), np.ones((1, 1, 1))
+        >>> rows = streamkl_cupy.indexer_kl_forward(q, k, index_q, index_k, w, index_scale=1.0)
+        >>> float(np.exp(rows.index_lse[0, 0]).round(4)), float(rows.target_sum[0, 0].round(4))  # 3 + 1, two heads
+        (4.0, 2.0)
     """
 
 
@@ -454,6 +462,17 @@ def indexer_kl_backward(  # type: ignore[empty-body]  # as are all: see @public
 
     Raises:
         <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q, k = np.ones((1, 2, 1, 1)), np.log([[[[3.0], [1.0]], [[1.0], [3.0]]]])  # heads (3/4, 1/4) and (1/4, 3/4)
+        >>> index_q, index_k, w = np.ones((1, 1, 1, 1)), np.log([[[3.0], [1.0]]]), np.ones((1, 1, 1))
+        >>> rows = streamkl_cupy.indexer_kl_forward(q, k, index_q, index_k, w, index_scale=1.0)
+        >>> grads = streamkl_cupy.indexer_kl_backward(
+        ...     np.ones_like(rows.kl), q, k, index_q, index_k, w, saved=rows, index_scale=1.0
+        ... )
+        >>> grads.index_k.ravel().round(4).tolist()  # dI = (1/4, -1/4); the second product is 0, where a ReLU is flat
+        [0.25, 0.0]
     """
 
 
@@ -511,6 +530,14 @@ def indexer_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see @p
 
     Raises:
         <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q, k = np.ones((1, 2, 1, 1)), np.log([[[[3.0], [1.0]], [[1.0], [3.0]]]])  # heads (3/4, 1/4) and (1/4, 3/4)
+        >>> index_q, index_k, w = np.ones((1, 1, 1, 1)), np.log([[[3.0], [1.0]]]), np.ones((1, 1, 1))
+        >>> value, grads = streamkl_cupy.indexer_kl_value_and_grad(q, k, index_q, index_k, w, index_scale=1.0)
+        >>> round(float(value), 4), grads.index_weights.round(4).ravel().tolist()
+        (0.1438, [0.2747])
     """
 
 
@@ -557,6 +584,13 @@ def indexer_target(
 
     Raises:
         <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q, k = np.ones((1, 2, 1, 1)), np.log([[[[3.0], [1.0]], [[1.0], [3.0]]]])  # heads (3/4, 1/4) and (1/4, 3/4)
+        >>> lse = streamkl_cupy.attention_kl_forward(q, k, q, k).teacher_lse
+        >>> streamkl_cupy.indexer_target(q, k, teacher_lse=lse).ravel().round(4).tolist()  # 3/4 + 1/4 of each key
+        [1.0, 1.0]
     """
 
 
@@ -677,4 +711,9 @@ def indexer_kl_warmup(
 
     Raises:
         <ERRORS>
+
+    Example:
+        >>> import numpy as np, streamkl_cupy
+        >>> q, k = np.ones((1, 2, 4, 8)), np.ones((1, 2, 4, 8))
+        >>> streamkl_cupy.indexer_kl_warmup(q, k, q, k[:, 0], np.ones((1, 2, 4)), index_scale=1.0)
     """
