@@ -80,19 +80,32 @@ def single(x: Any) -> Any:
     return x.float() if hasattr(x, "float") else x.astype("float32")
 
 
+def its_gpu(x: Any) -> Any:
+    """CuPy's own functions want the GPU of an array to be current; those of others follow their arrays."""
+    return x.device if type(x).__module__.partition(".")[0] == "cupy" else contextlib.nullcontext()
+
+
 def squares(*x: Any, row_weight: Any = None, reduction: str = "none", **options: Any) -> Any:
     """A loss of attention's outputs, whose value does not cancel."""
-    out = single(streamkl_cupy.sparse_attention(*x, **options))
-    rows = (out * out).sum(-1)
-    rows = rows if row_weight is None else rows * row_weight
-    return rows if reduction == "none" else rows.mean() if reduction == "mean" else rows.sum()
+    out = streamkl_cupy.sparse_attention(*x, **options)
+    with its_gpu(out):
+        rows = (single(out) ** 2).sum(-1)
+        rows = rows if row_weight is None else rows * row_weight
+        return rows if reduction == "none" else rows.mean() if reduction == "mean" else rows.sum()
+
+
+def squares_backward(rows: Any, _: Any, *x: Any, **options: Any) -> Any:
+    with its_gpu(rows.out):
+        grad = rows.out * 2
+    return streamkl_cupy.sparse_attention_backward(grad, *x, saved=rows, **options)
 
 
 def squares_and_gradients(*x: Any, wrt: Any = None, reduction: str = "sum", **options: Any) -> tuple[Any, Any]:
     rows = streamkl_cupy.sparse_attention_forward(*x, **options)
     wanted = {} if wrt is None else {"wrt": wrt}
-    grads = streamkl_cupy.sparse_attention_backward(rows.out * 2, *x, saved=rows, **wanted, **options)
-    return (single(rows.out) ** 2).sum(), grads
+    grads = squares_backward(rows, None, *x, **wanted, **options)
+    with its_gpu(rows.out):
+        return (single(rows.out) ** 2).sum(), grads
 
 
 def expected_squares(arrays: Any, options: dict[str, Any]) -> tuple[float, list[Any]]:
@@ -130,7 +143,7 @@ OPS = [
         ATTENTION_INPUTS,
         squares,
         streamkl_cupy.sparse_attention_forward,
-        lambda rows, _, *x, **options: streamkl_cupy.sparse_attention_backward(rows.out * 2, *x, saved=rows, **options),
+        squares_backward,
         squares_and_gradients,
         attention_arrays,
         expected_squares,
