@@ -118,9 +118,9 @@ _TEXT = {
         NotImplementedError: a combination that is not built; the message lists what is.
         StreamKLError: no usable driver, a failed compilation, or a first compilation under graph capture.""",
     "SINKS": """teacher_sink_logits: A logit per query head, (H,), that takes mass and has no value: one more outcome of
-            each row that sees a key, included in log-sum-exps and entropies; rows that see none stay as they are. Only
-            beside student_sink_logits, as the KL would be infinite, and the other way round with "reverse_kl". Built
-            for "kl", "reverse_kl" and "cross_entropy".
+            each row that sees a key, included in log-sum-exps and entropies; rows that see none stay as they are, and
+            so do heads whose logit is -inf. Only beside student_sink_logits, as the KL would be infinite, and the other
+            way round with "reverse_kl". Built for "kl", "reverse_kl" and "cross_entropy".
         student_sink_logits: The same for the student, allowed alone.""",
     "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys, a natural logarithm
             (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a

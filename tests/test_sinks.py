@@ -213,6 +213,21 @@ def test_a_students_sink_beside_a_target(core: Any, rng: Any) -> None:
     np.testing.assert_allclose(core.numpy(grads.student_sink_logits), np.exp(log_q[..., -1]).sum((0, 2)), atol=1e-4)
 
 
+def test_heads_without_a_sink_among_others(core: Any, rng: Any) -> None:
+    case = make(H=3, M=9, N=20, D_t=16, causal=True, seed=int(rng.integers(2**31)))
+    arrays = core.arrays(case)
+    given = tuple(np.array([-np.inf, x, -np.inf], np.float32) for x in (1, 2))
+    made = named(given, lambda z: core.array(z, "float32"))
+    for divergence in BUILT:
+        options = {"causal": True, "divergence": divergence, "reduction": "sum", "wrt": INPUT_NAMES}
+        with_some, without = (streamkl_cupy.attention_kl_value_and_grad(*arrays, **options, **x)[1] for x in (made, {}))
+        for x, y in zip(with_some[:4], without, strict=True):
+            np.testing.assert_allclose(core.numpy(x)[:, ::2], core.numpy(y)[:, ::2], rtol=1e-5, atol=1e-6)
+        for x in with_some[4:]:
+            assert (core.numpy(x)[::2] == 0).all()
+            assert core.numpy(x)[1] != 0
+
+
 def test_nothing_is_lost_near_equality(rng: Any) -> None:
     """The value is a small rest of larger terms there, and its error a rounding of these."""
     lse, z = rng.normal(5, 3, 1000), rng.normal(5, 3, 1000)

@@ -79,9 +79,10 @@ def with_sinks(xp: Any, rows: tuple[Any, Any, Any], sinks: Sinks, divergence: st
     if masses[a] is None:
         found = value - masses[b]
     elif crossed:
-        found = xp.exp(masses[a]) * (value - masses[b]) - xp.exp(taken[a]) * taken[b]
+        found = xp.exp(masses[a]) * (value - masses[b]) - _times(xp, xp.exp(taken[a]), taken[b])
     else:
-        found = xp.exp(masses[a]) * (value + (masses[a] - masses[b])) + xp.exp(taken[a]) * (taken[a] - taken[b])
+        found = xp.exp(masses[a]) * (value + (masses[a] - masses[b]))
+        found = found + _times(xp, xp.exp(taken[a]), _less(xp, taken[a], taken[b]))
     moved = [lse if mass is None else lse - mass for lse, mass in zip(lses, masses)]
     teacher_lse, student_lse = (xp.where(empty, -xp.inf, lse) for lse in moved)
     return xp.where(empty, value, found), teacher_lse, student_lse
@@ -93,7 +94,7 @@ def entropy_with_sink(xp: Any, entropy: Any, lse: Any, sink: Any) -> Any:
     empty = lse == -xp.inf
     lse = xp.where(empty, 0.0, lse)
     mass, taken = -_softplus(xp, sink - lse), -_softplus(xp, lse - sink)
-    return xp.where(empty, entropy, xp.exp(mass) * (entropy - mass) - xp.exp(taken) * taken)
+    return xp.where(empty, entropy, xp.exp(mass) * (entropy - mass) - _times(xp, xp.exp(taken), taken))
 
 
 @to_zero
@@ -108,9 +109,19 @@ def gradients(xp: Any, grad: Any, rows: tuple[Any, Any, Any], sinks: Sinks, dive
     found: list[Any] = [None, None]
     found[b] = grad * (mass[b] if mass[a] is None else mass[b] - mass[a])
     if mass[a] is not None:
-        ratio = -taken[b] if crossed else taken[a] - taken[b]
-        found[a] = grad * mass[a] * (ratio - value)
+        ratio = -taken[b] if crossed else _less(xp, taken[a], taken[b])
+        found[a] = grad * _times(xp, mass[a], ratio - value)
     return Sinks(*found)
+
+
+def _times(xp: Any, p: Any, x: Any) -> Any:
+    """p x, and 0 where p is 0: a logit of -inf is no sink."""
+    return p * xp.where(p == 0, 0.0, x)
+
+
+def _less(xp: Any, x: Any, y: Any) -> Any:
+    """x - y, and anything where x is -inf, for it weighs nothing."""
+    return xp.where(x == -xp.inf, 0.0, x) - xp.where(x == -xp.inf, 0.0, y)
 
 
 def _softplus(xp: Any, x: Any) -> Any:
