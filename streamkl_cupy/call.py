@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import is_, or_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from . import arrays, frameworks, numpy_backend, validate
 from .advice import hints
-from .arrays import ArrayView, Inputs, MaskArrays, Results, Saved
+from .arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved
 from .concurrency.locks import ForkLock, generation
 from .errors import DriverError
 from .frameworks import describe
@@ -21,7 +21,45 @@ from .options import MASK_ARRAYS, NO_MASKS, Options, parse
 from .problem import Device, Problem
 from .rules.divergences import extra_rows
 from .rules.masks import every_row_sees
-from .runner import Runner
+
+
+class Runner(Protocol):
+    """A Problem made ready for one device; may be called from any thread, with other arrays of the same problem.
+
+    Streams are handles, workspaces addresses; a backend without them is given 0.
+    """
+
+    problem: Problem
+    workspace_bytes: int
+    """Of a forward."""
+
+    @property
+    def plan(self) -> Any:
+        """What a call would run, printable."""
+
+    def warmup(self, wrt: tuple[str, ...] = ()) -> None:
+        """Leave nothing for a first call to do."""
+
+    def backward_bytes(self, wrt: tuple[str, ...]) -> int:
+        """Bytes of workspace for these gradients."""
+
+    def forward(
+        self, inputs: Inputs, outputs: Results, stream: int, workspace: int = 0, masks: MaskArrays | None = None
+    ) -> None:
+        """Write every element of the outputs."""
+
+    def backward(
+        self,
+        inputs: Inputs,
+        saved: Saved,
+        outputs: Gradients,
+        stream: int,
+        workspace: int = 0,
+        masks: MaskArrays | None = None,
+        room: int | None = None,
+    ) -> None:
+        """Write every gradient that has an output; `room` are the bytes of the workspace, all that is asked for unless
+        given."""
 
 
 class Call(NamedTuple):

@@ -117,7 +117,7 @@ def test_every_backend_offers_what_calls_ask_of_a_runner(tmp_path: Path) -> None
     lines = textwrap.dedent("""
         from streamkl_cupy import launch, numpy_backend
         from streamkl_cupy.problem import Problem
-        from streamkl_cupy.runner import Runner
+        from streamkl_cupy.call import Runner
         def both(p: Problem) -> tuple[Runner, Runner]:
             return numpy_backend.Runner(p), launch.Runner(p)
         def neither(p: Problem) -> Runner:
