@@ -67,9 +67,23 @@ def close(found: Any, expected: Array, tolerance: float) -> None:
     )
 
 
-def near(found: Any, expected: Array, tolerance: float) -> None:
+def near(found: Any, expected: Array, tolerance: float, doubt: float = 0.0) -> None:
     found = np.asarray(found).astype(np.float64).reshape(expected.shape)
-    assert np.linalg.norm(found - expected) <= tolerance * max(np.linalg.norm(expected), 1e-30)
+    assert np.linalg.norm(found - expected) <= tolerance * max(np.linalg.norm(expected), 1e-30) + doubt
+
+
+def in_doubt(grad: Array, *x: Any, **options: Any) -> dict[str, float]:
+    """By how much gates can move each gradient whose scores float32 products may round to either side of 0."""
+    by = 2**-20 * np.sqrt(x[2].shape[-1])
+
+    def moved(by: float) -> Any:  # one more column adds `by` to every score
+        q, k = (
+            np.concatenate([a, np.full((*a.shape[:-1], 1), b)], axis=-1, dtype=np.float64)
+            for a, b in zip(x[2:4], (1.0, by), strict=True)
+        )
+        return reference.backward(grad, x[0], x[1], q, k, x[4], **options)
+
+    return {name: float(np.linalg.norm(a - b)) for name, a, b in zip(WRT, moved(by), moved(-by), strict=True)}
 
 
 def check(x: tuple[Any, ...], rng: np.random.Generator, dtype: str = "float32", **options: Any) -> None:
@@ -86,10 +100,11 @@ def check(x: tuple[Any, ...], rng: np.random.Generator, dtype: str = "float32", 
     wrt = WRT if x[4] is not None else WRT[:2]
     grads = streamkl_cupy.indexer_kl_backward(grad.reshape(saved.kl.shape), *x, saved=saved, wrt=wrt, **options)
     expected = reference.backward(grad, *x, **definition)
+    doubt = in_doubt(grad, *x, **definition)
     for name in wrt:
         found = getattr(grads, name)
         assert found.dtype == x[NAMES.index(name)].dtype
-        near(found, getattr(expected, name), GRADIENT_TOLERANCE[dtype])
+        near(found, getattr(expected, name), GRADIENT_TOLERANCE[dtype], doubt[name])
     dead = np.repeat((grad == 0) | ~rows.active, x[2].shape[1] // grad.shape[1], axis=1)
     assert not np.asarray(grads.index_q)[dead].any()
 
@@ -858,8 +873,11 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
         assert a is b is None or torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
     for name in ("kl", "index_lse", "target_sum"):
         close(getattr(saved, name).cpu(), getattr(rows, name), 6e-6)
+    # The gradient of a logit, its product with a weight, and the sum are rounded to bfloat16: where one pair makes most
+    # of a gradient, they may all be off by half a unit.
+    tolerance, doubt = {"bfloat16": 3 * 2**-9, "float32": 2e-5}[dtype], in_doubt(grad, *exact, **known)
     for name in wrt:
-        near(getattr(grads, name).double().cpu(), getattr(expected, name), {"bfloat16": 4e-3, "float32": 2e-5}[dtype])
+        near(getattr(grads, name).double().cpu(), getattr(expected, name), tolerance, doubt[name])
     return saved
 
 
@@ -910,8 +928,9 @@ def test_packed_sequences_on_a_gpu(rng: np.random.Generator) -> None:
     rows = reference.forward(*x, **known)
     close(value.cpu(), np.asarray(rows.kl.sum()), 4e-6)
     expected = reference.backward(np.ones((1, 1, 200)), *x, **known)
+    doubt = in_doubt(np.ones((1, 1, 200)), *x, **known)
     for found, name in zip(grads, WRT, strict=True):
-        near(found.cpu().swapaxes(0, 1), getattr(expected, name)[0], 2e-5)
+        near(found.cpu().swapaxes(0, 1), getattr(expected, name)[0], 2e-5, doubt[name])
     target = streamkl_cupy.indexer_target(*packed[:2], rows=(17, 133), causal=True, topk_relative=True, **there)
     known.pop("index_scale")
     close(target.cpu(), reference.target(*x[:2], **known)[0, 0, 17:133], 1e-5)
@@ -969,9 +988,10 @@ def test_autograd_and_cupy_on_a_gpu(rng: np.random.Generator) -> None:
     found, mine = streamkl_cupy.indexer_kl_value_and_grad(*map(cupy.asarray, x), **options)
     assert isinstance(found, cupy.ndarray)
     assert abs(float(found) - float(value)) < 4e-6
-    for a, b, c in zip(there[2:], mine, grads, strict=True):
-        near(a.grad.cpu(), c, 2e-5)
-        near(cupy.asnumpy(b), c, 2e-5)
+    doubt = in_doubt(np.full((2, 1, 150), 1 / 300), *x, **options)
+    for a, b, c, d in zip(there[2:], mine, grads, doubt.values(), strict=True):
+        near(a.grad.cpu(), c, 2e-5, d)
+        near(cupy.asnumpy(b), c, 2e-5, d)
     half = [a.detach().half() for a in there]
     kl = streamkl_cupy.indexer_kl(*half, **options)
     close(kl.cpu(), reference.forward(*(a.double().cpu().numpy() for a in half), **options).kl, 6e-6)
