@@ -1,71 +1,13 @@
-"""Communicators that are handed in: `cupyx.distributed` over NCCL for CuPy's arrays, mpi4py for NumPy's."""
+"""Communicators that are handed in: mpi4py's, for NumPy's arrays."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .ranks import Known, Pending
-
-
-class NcclRanks(Known):
-    """`cupyx.distributed.NCCLBackend`, on the current stream. NCCL is told of bytes where it knows no such numbers."""
-
-    def __init__(self, communicator: Any) -> None:
-        super().__init__(communicator.rank, communicator._n_devices)
-        self._communicator, self._cupy = communicator, sys.modules["cupy"]
-        self.key = ("nccl", id(communicator))
-
-    def all_gather(self, x: Any) -> Pending:
-        x = self._cupy.ascontiguousarray(x)
-        out = self._cupy.empty((self.size, *x.shape), x.dtype)
-        if x.size:
-            self._communicator.all_gather(_bytes(x), _bytes(out), x.nbytes)
-        return lambda: out
-
-    def reduce_scatter(self, x: Any) -> Pending:
-        x = self._cupy.ascontiguousarray(x)
-        out = self._cupy.empty(x.shape[1:], x.dtype)
-        if x.size:
-            self._communicator.reduce_scatter(x.ravel(), out.ravel(), out.size)
-        return lambda: out
-
-    def all_to_all(self, x: Any) -> Any:
-        x = self._cupy.ascontiguousarray(x)
-        out = self._cupy.empty_like(x)
-        if x.size:
-            of_ranks = (_bytes(y).reshape(self.size, -1) for y in (x, out))
-            self._communicator.all_to_all(*of_ranks)
-        return out
-
-    def all_reduce(self, x: Any) -> Any:
-        x = self._cupy.ascontiguousarray(x)
-        out = self._cupy.empty_like(x)
-        self._communicator.all_reduce(x.ravel(), out.ravel())
-        return out
-
-    def shift(self, xs: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
-        sent = [self._cupy.ascontiguousarray(x) for x in xs]
-        out = tuple(self._cupy.empty_like(x) for x in sent)
-        nccl = self._cupy.cuda.nccl
-        nccl.groupStart()
-        for x, y in zip(sent, out):
-            if x.size:
-                self._communicator.send(_bytes(x), (self.rank + 1) % self.size)
-                self._communicator.recv(_bytes(y), (self.rank - 1) % self.size)
-        nccl.groupEnd()
-        return lambda: out
-
-    def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
-        found: list[list[int]] = self.all_gather(self._cupy.asarray(numbers, "int64"))().tolist()
-        return found
-
-    def check(self, x: Any) -> None:
-        if not hasattr(x, "__cuda_array_interface__"):
-            raise TypeError(f"student_q is {type(x).__name__}; a communicator of cupyx.distributed moves CuPy arrays")
 
 
 class MpiRanks(Known):
@@ -114,8 +56,8 @@ class MpiRanks(Known):
     def check(self, x: Any) -> None:
         if not isinstance(x, np.ndarray):
             raise TypeError(
-                f"student_q is {type(x).__name__}; with an mpi4py communicator allowed are NumPy arrays. Arrays of a "
-                f"GPU would have to pass through host memory: hand in a communicator of cupyx.distributed"
+                f"student_q is {type(x).__name__}; with an mpi4py communicator allowed are NumPy arrays: those of a "
+                f"GPU would have to pass through host memory"
             )
 
 

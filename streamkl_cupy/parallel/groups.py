@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..arguments import a_kind_of
-from .communicators import MpiRanks, NcclRanks
+from .communicators import MpiRanks
 from .ranks import LocalRank, Ranks
 
 
@@ -20,9 +20,7 @@ def ranks_of(group: Any, library: str) -> Ranks:
     root = type(group).__module__.partition(".")[0]
     if root == "mpi4py" and hasattr(group, "Get_size"):
         return MpiRanks(group)
-    if root == "cupyx" and hasattr(group, "reduce_scatter"):
-        return NcclRanks(group)
     raise TypeError(
-        f"group is {a_kind_of(group)} beside {library} arrays; allowed are a communicator of cupyx.distributed for "
-        f"CuPy arrays, one of mpi4py for NumPy arrays, and a rank of streamkl_cupy.parallel.LocalWorld"
+        f"group is {a_kind_of(group)} beside {library} arrays; allowed are an mpi4py communicator "
+        f"for NumPy arrays, and a rank of streamkl_cupy.parallel.LocalWorld"
     )
