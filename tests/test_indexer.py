@@ -764,6 +764,7 @@ def kernels_of(shape: IndexerShape, facts: DeviceFacts) -> list[IndexerKernel]:
 
 
 def check_compiles(kernels: list[IndexerKernel], facts: DeviceFacts) -> None:
+    pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
     for kernel in kernels:
         assert kernel.smem_bytes <= facts.smem_per_block
         built = nvrtc.cached_build(kernel.text, facts.flag)
