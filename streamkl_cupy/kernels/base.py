@@ -422,7 +422,7 @@ class Kernel(ABC, Generic[Row]):
         problem, task = work.problem, work.task
         schedule = self.schedule(work, tile, facts)
         if self.shares_tiles and tile.shareable and self.few_tiles(work, tile, schedule, facts):
-            tile = replace(tile, shared=True, columns=tile.shared_columns or tile.columns)
+            tile = replace(tile, shared=True, columns=self.shared_columns(work, tile))
         blocks = work.pairs * schedule.tiles
         if blocks > MAX_GRID:
             raise NotImplementedError(
@@ -492,6 +492,10 @@ class Kernel(ABC, Generic[Row]):
             family=self.family,
             reason=reason,
         )
+
+    def shared_columns(self, work: Work, tile: Row) -> int:
+        """Streamed rows of a tile that blocks share."""
+        return tile.shared_columns or tile.columns
 
     def few_tiles(self, work: Work, tile: Row, schedule: Schedule, facts: DeviceFacts) -> bool:
         """Whether several blocks for one row tile may help, whatever numbers the mask has, between all rows seeing all

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..rules import divergences
 from .base import TileRow, Work
 from .sm90 import ALIGNMENT, Hopper, held_steps, row_bytes
 from .structs import Regions, partials
@@ -104,6 +105,12 @@ class _Gradient(Hopper[_Row]):
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
         }
+
+    def shared_columns(self, work: Work, tile: _Row) -> int:
+        columns = super().shared_columns(work, tile)
+        # What is read of rows beside their sums takes registers too.
+        heavy = work.rows_are_keys and work.dim > 64 and divergences.of(work.problem).moments
+        return min(columns, 64) if heavy else columns
 
     def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
         return (partials(tile.warps, tile.rows, work.out_dim),)
