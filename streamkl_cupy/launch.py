@@ -72,6 +72,25 @@ def _primary_context(index: int) -> int:
             raise DriverError(f"GPU {index} cannot be used: {error}") from error
 
 
+def _make_current(driver: Any, context: int) -> int | None:
+    """Make the context of the arrays' GPU current; what was, if that is another, is to be `_put_back`.
+
+    Launches, modules and tensor maps are the driver's, which knows no default GPU: a thread that has never used
+    CUDA has no context at all, though the runtime names a current GPU there. What was is put back through the
+    driver too, because the runtime would make a context on a GPU that the program may not use.
+    """
+    before: int = driver.ctxGetCurrent()
+    if before == context:
+        return None
+    driver.ctxSetCurrent(context)
+    return before
+
+
+def _put_back(driver: Any, before: int | None) -> None:
+    if before is not None:
+        driver.ctxSetCurrent(before)
+
+
 class Command(NamedTuple):
     """One call of the driver or the runtime, which is `function(*first, stream, *last)`."""
 
@@ -216,14 +235,14 @@ class Runner:
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
         """Compile, load and configure the forward and the gradients `wrt`; nothing is left for a first call to do."""
-        before = self._make_current()
+        before = _make_current(self._driver, self._context)
         try:
             for workspace in (True, False):
                 self._forward(workspace, None)
             for room in (None, 0):
                 self._backward(wrt, room, None)
         finally:
-            self._put_back(before)
+            _put_back(self._driver, before)
 
     def backward_bytes(self, wrt: tuple[str, ...]) -> int:
         """Bytes of workspace for these gradients."""
@@ -243,7 +262,7 @@ class Runner:
             workspace,
             masks and _mask_key(masks),
         )
-        before = self._make_current()
+        before = _make_current(self._driver, self._context)
         try:
             commands = self._forwards.get(key)
             if commands is None:
@@ -252,7 +271,7 @@ class Runner:
             for function, first, last, _ in commands:
                 function(*first, stream, *last)
         finally:
-            self._put_back(before)
+            _put_back(self._driver, before)
 
     def backward(
         self,
@@ -276,7 +295,7 @@ class Runner:
             tuple([None if x is None else (x.ptr, x.strides) for x in saved]),
             masks and _mask_key(masks),
         )
-        before = self._make_current()
+        before = _make_current(self._driver, self._context)
         try:
             commands = self._backwards.get(key)
             if commands is None:
@@ -291,24 +310,7 @@ class Runner:
             for function, first, last, _ in commands:
                 function(*first, stream, *last)
         finally:
-            self._put_back(before)
-
-    def _make_current(self) -> int | None:
-        """Make the context of the arrays' GPU current; what was, if that is another, is to be `_put_back`.
-
-        Launches, modules and tensor maps are the driver's, which knows no default GPU: a thread that has never used
-        CUDA has no context at all, though the runtime names a current GPU there. What was is put back through the
-        driver too, because the runtime would make a context on a GPU that the program may not use.
-        """
-        before: int = self._driver.ctxGetCurrent()
-        if before == self._context:
-            return None
-        self._driver.ctxSetCurrent(self._context)
-        return before
-
-    def _put_back(self, before: int | None) -> None:
-        if before is not None:
-            self._driver.ctxSetCurrent(before)
+            _put_back(self._driver, before)
 
     def _commands(
         self,
@@ -481,24 +483,22 @@ def _row_vectors(problem: Problem, saved: Saved) -> bytes:
     """Upstream gradient, log-sum-exps and value as the kernel's row vectors, last the moments where there are some; an
     absent value is never read."""
     absent = saved.teacher_lse
+    rows = b"".join(_packed(problem, x or absent) for x in _saved_rows(saved))
+    return rows if saved.moments is None else rows + _packed(problem, saved.moments, 1)
 
-    def packed(x: ArrayView, trailing: int = 0) -> bytes:
-        strides = canonical_strides(x.strides, problem.rank - 1 + trailing, problem.layout, trailing)
-        return TENSOR3.packer.pack(x.ptr, *strides[:3])
 
-    rows = b"".join(packed(x or absent) for x in _saved_rows(saved))
-    return rows if saved.moments is None else rows + packed(saved.moments, 1)
+def _packed(problem: Problem, x: ArrayView, trailing: int = 0, as_rows: bool = True) -> bytes:
+    """An array of rows, with `trailing` axes after these, as kernels have its address and strides: those of its rows,
+    or of all axes."""
+    strides = canonical_strides(x.strides, problem.rank - 1 + trailing, problem.layout, trailing)
+    return TENSOR3.packer.pack(x.ptr, *strides[:3]) if as_rows else TENSOR4.packer.pack(x.ptr, *strides)
 
 
 def _saved_vectors(problem: Problem, saved: Saved) -> bytes:
     """Upstream gradient, result and log-sum-exps of attention, last the derivative by these or no address."""
-
-    def packed(x: ArrayView, trailing: int) -> bytes:
-        strides = canonical_strides(x.strides, problem.rank - 1 + trailing, problem.layout, trailing)
-        return (TENSOR4 if trailing else TENSOR3).packer.pack(x.ptr, *strides)
-
-    grad_lse = bytes(TENSOR3.size) if saved.grad_lse is None else packed(saved.grad_lse, 0)
-    return packed(saved.grad, 1) + packed(saved.out, 1) + packed(saved.lse, 0) + grad_lse
+    grad, out = (_packed(problem, x, 1, as_rows=False) for x in (saved.grad, saved.out))
+    grad_lse = bytes(TENSOR3.size) if saved.grad_lse is None else _packed(problem, saved.grad_lse)
+    return grad + out + _packed(problem, saved.lse) + grad_lse
 
 
 def _made_rows(problem: Problem, address: int) -> bytes:
@@ -512,11 +512,8 @@ def _made_rows(problem: Problem, address: int) -> bytes:
 def in_context(index: int) -> Iterator[None]:
     """Make a GPU's primary context current, for launches of the driver's, and afterwards again whatever was."""
     driver = import_cupy().cuda.driver
-    before, own = driver.ctxGetCurrent(), _primary_context(index)
-    if before != own:
-        driver.ctxSetCurrent(own)
+    before = _make_current(driver, _primary_context(index))
     try:
         yield
     finally:
-        if before != own:
-            driver.ctxSetCurrent(before)
+        _put_back(driver, before)
