@@ -767,10 +767,10 @@ def check_compiles(kernels: list[IndexerKernel], facts: DeviceFacts) -> None:
     pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
     for kernel in kernels:
         assert kernel.smem_bytes <= facts.smem_per_block
-        built = nvrtc.cached_build(kernel.text, facts.flag)
+        built = nvrtc.cached_build(kernel.text, kernel.arch(facts))
         if built is None:
-            built = nvrtc.build(kernel.text, facts.flag)
-            nvrtc.keep(kernel.text, facts.flag, (), built)
+            built = nvrtc.build(kernel.text, kernel.arch(facts))
+            nvrtc.keep(kernel.text, kernel.arch(facts), (), built)
         assert (built.spill_bytes, built.notes) == (0, ()), (kernel, built)
 
 

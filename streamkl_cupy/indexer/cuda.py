@@ -313,7 +313,7 @@ class CudaRun:
         """Launch a kernel; one that has nothing to do is left out."""
         if 0 in grid:
             return
-        handle = _loaded(kernel, self.facts.flag, self.index, self.stream)
+        handle = _loaded(kernel, kernel.arch(self.facts), self.index, self.stream)
         packed = _packed(kernel.args, values)
         parameters = ctypes.c_void_p(ctypes.addressof(packed))
         x, y, z = (*grid, 1, 1)[:3]
@@ -347,4 +347,4 @@ def warmup(plan: IndexerPlan, index: int) -> None:
     """Compile and load all kernels of a plan."""
     with in_context(index):
         for kernel in dict.fromkeys((*plan.forward, *plan.backward)):
-            _loaded(kernel, plan.facts.flag, index, None)
+            _loaded(kernel, kernel.arch(plan.facts), index, None)

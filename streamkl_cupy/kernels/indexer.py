@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..compiler.source import flatten
 from .base import ELEMENT_BYTES
 from .gpus import DeviceFacts
-from .structs import Struct
+from .structs import TENSOR_MAP, Struct
 
 CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
 GRID = 64
@@ -49,7 +49,11 @@ class IndexerKernel:
 
     @property
     def symbol(self) -> str:
-        return f"streamkl_{self.name.removesuffix('_sm80')}"
+        return f"streamkl_{self.name.removesuffix('_sm80').removesuffix('_sm90')}"
+
+    def arch(self, facts: DeviceFacts) -> str:
+        """What it is compiled for."""
+        return f"{facts.flag}a" if self.name.endswith("_sm90") else facts.flag
 
     @property
     def text(self) -> str:
@@ -61,7 +65,9 @@ class IndexerKernel:
 
 @lru_cache(maxsize=256)
 def _text(name: str, constants: tuple[tuple[str, int], ...], args: Struct) -> str:
-    return flatten(f"kernels/{name}.cu", dict(constants), {}, prologue=args.text)
+    # Tiles of Hopper's know how tensor maps load them.
+    prologue = f"{TENSOR_MAP.text}\n{args.text}" if name.endswith("_sm90") else args.text
+    return flatten(f"kernels/{name}.cu", dict(constants), {}, prologue=prologue)
 
 
 def pitch(dim: int, dtype: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from . import indexer_score_sm90
 from .gpus import DeviceFacts
 from .indexer import (
     CODES,
@@ -26,6 +27,7 @@ from .indexer import (
 from .structs import INDEXER
 
 Ending = Literal["rows", "strip", "target", "lse"]
+HOPPER = True
 ENDINGS: tuple[Ending, ...] = ("rows", "strip", "target", "lse")
 # Whole rows where they fit, so that keys stay for all heads that read them.
 _PARTS = {"bfloat16": (192, 128, 64), "float16": (192, 128, 64), "float32": (64, 32)}
@@ -43,7 +45,10 @@ def _part(dim: int, most: int) -> int:
 
 
 def plan(shape: IndexerShape, ending: Ending, facts: DeviceFacts) -> IndexerKernel:
-    """The largest tile that fits."""
+    """Hopper's own where it serves; else the largest tile that fits."""
+    own = indexer_score_sm90.plan(shape, ENDINGS.index(ending), facts) if HOPPER else None
+    if own is not None:
+        return own
     wide = "float32" in (shape.teacher, shape.student)
     for columns, sharing in COLUMNS[wide]:
         for teacher_most in _PARTS[shape.teacher]:

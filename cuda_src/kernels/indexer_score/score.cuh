@@ -1,0 +1,407 @@
+// The indexer's score tile, whatever computes its products: for each tile of rows and keys t = sum_h exp2(c q_h k_h - lse_h) over the teacher's heads
+// and I = sum_h w_h a(q_h k) over the student's, a(s) being s, or max(s, 0) where gates are asked for. Nothing of a head
+// is kept. What becomes of a tile is the ending:
+//
+//   0 rows     states (r, l, Z, A) of the rows, over the keys of one share; kernels/indexer_join.cu makes rows of them
+//   1 strip    the gradient of the student's logits, u (Q - P), for the kernels that multiply by it
+//   2 target   t as it is
+//   3 lse      of one head of the teacher alone, states (r, l, 0, 0)
+//
+//   block    kRows query rows of one batch entry and group; kWarps warps of 16 rows each
+//   step     one part of the head dim of one head: its queries, and its keys where those are others than before, on
+//            their way while the step before is computed (cp.async); of either there are two buffers
+//
+// The keys of a tile stay for all heads that read them. Products are gated as they come and weighted afterwards: the
+// weight folded into the queries before would flip gates. A NaN or an infinity of a pair shows in it, though ReLU and
+// the exponential would hide some: what is 0 times a finite number is added.
+//
+// The kernel has said before what a TeacherTile and an IndexTile are, how they are loaded, and how one multiplies.
+#pragma once
+#include "common/args.cuh"
+#include "common/config.cuh"
+#include "common/math.cuh"
+#include "pipeline/ring.cuh"
+#include "tile/index_parts.cuh"
+
+using StripElement = Element<SKL_S_ELEMENT>;
+
+enum Ending { kEndsInRows = 0, kEndsInStrip = 1, kEndsInTarget = 2, kEndsInLse = 3 };
+constexpr int kEnding = SKL_ENDING;
+constexpr bool kTeacherIsGiven = SKL_TARGET;
+constexpr bool kHasStudent = kEnding == kEndsInRows || kEnding == kEndsInStrip;
+constexpr bool kGated = SKL_GATED;
+constexpr int kTeacherParts = ceil_div(SKL_T_DIM, SKL_T_PART), kExtraParts = SKL_R_DIM > 0;
+constexpr int kIndexParts = ceil_div(SKL_S_DIM, SKL_S_PART);
+
+constexpr int kWarpColumns = kColumns / kColumnWarps, kTiles = kWarpColumns / 8;
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int kQueryBytes = larger(TeacherTile::bytes(kRows), IndexTile::bytes(kRows)),
+              kKeyBytes = larger(TeacherTile::bytes(kColumns), IndexTile::bytes(kColumns));
+static_assert(2 * (kQueryBytes + kKeyBytes) + Products::kAlignment == SKL_SMEM_BYTES && kStages == 2,
+              "plan: smem_bytes");
+static_assert(SKL_R_DIM <= SKL_T_PART, "plan: a rotary part is one part");
+
+// Where a block is among its products.
+struct Step {
+    int key, end;                    // of the tile, and of the block's share
+    int head, teacher_heads, heads;  // the teacher's come first
+    int first_head, teacher_group;   // of the call, and how many share their keys
+    int part = 0;
+    int slot = 0;       // of the keys
+    bool fresh = true;  // whether these keys are others than those of the step before
+
+    __device__ bool more() const { return key < end; }
+    __device__ bool teacher() const { return head < teacher_heads; }
+    __device__ int parts() const { return teacher() ? kTeacherParts + kExtraParts : kIndexParts; }
+    __device__ bool last_part() const { return part + 1 == parts(); }
+    __device__ bool last() const { return head + 1 == heads && last_part(); }
+    __device__ void next() {
+        if (++part == parts()) {
+            part = 0;
+            if (++head == heads) {
+                head = 0;
+                key += kColumns;
+            }
+        }
+        fresh = parts() > 1 || head == 0 || head == teacher_heads ||
+                (teacher() && (first_head + head) % teacher_group == 0);
+        slot ^= fresh;
+    }
+};
+
+// Sums of a row over keys: the student's reference and sum, the teacher's mass, and sum t (log2 t - (I - r)).
+struct MassState {
+    float r, l, mass, terms;
+    __device__ void start() {
+        r = kUnseenKey;
+        l = mass = terms = 0.f;
+    }
+    static constexpr float kUnseenKey = -2e30f;  // finite, so that it can be subtracted
+    __device__ void move(float to) {
+        const float d = to - r;
+        l *= exp2_approx(-d);
+        terms = fmaf(d, mass, terms);
+        r = to;
+    }
+    __device__ void merge(MassState other) {
+        const float to = fmaxf(r, other.r);
+        move(to);
+        other.move(to);
+        l += other.l;
+        mass += other.mass;
+        terms += other.terms;
+    }
+    __device__ MassState shuffle(int mask) const {
+        return {__shfl_xor_sync(~0u, r, mask), __shfl_xor_sync(~0u, l, mask), __shfl_xor_sync(~0u, mass, mask),
+                __shfl_xor_sync(~0u, terms, mask)};
+    }
+};
+
+// What has to be fetched for a step.
+struct Fetch {
+    const IndexerArgs& args;
+    u32 base;
+    int batch, group, first_row;
+    Range rows;
+
+    __device__ u32 queries(int i) const { return base + (i & 1) * kQueryBytes; }
+    __device__ u32 keys(int slot) const { return base + 2 * kQueryBytes + slot * kKeyBytes; }
+
+    template <class T, bool QUERY_VECTOR, bool KEY_VECTOR>
+    __device__ void both(const Tensor4& q, const Tensor4& k, int head, int key_head, Columns columns, const Step& at,
+                         int i) const {
+        Products::load<kRows, QUERY_VECTOR>(T{queries(i)}, head_view<T>(q, batch, head, 0), first_row, rows, columns);
+        if (at.fresh)
+            Products::load<kColumns, KEY_VECTOR>(T{keys(at.slot)}, head_view<T>(k, batch, key_head, 0), at.key,
+                                                 Range{0, args.keys}, columns);
+    }
+    __device__ void operator()(const Step& at, int i) const {
+        if (at.teacher()) {
+            const int head = at.first_head + at.head;
+            if (kExtraParts && at.part == kTeacherParts) {
+                both<TeacherTile, SKL_RQ_VECTOR, SKL_RK_VECTOR>(args.rope_q, args.rope_k, head, head / args.rope_group,
+                                                                Columns{0, SKL_R_DIM}, at, i);
+            } else {
+                const int first = at.part * SKL_T_PART;
+                both<TeacherTile, SKL_TQ_VECTOR, SKL_TK_VECTOR>(args.teacher_q, args.teacher_k, head,
+                                                                head / args.teacher_group,
+                                                                Columns{first, SKL_T_DIM - first}, at, i);
+            }
+        } else {
+            const int head = group * args.index_heads + at.head - at.teacher_heads, first = at.part * SKL_S_PART;
+            both<IndexTile, SKL_SQ_VECTOR, SKL_SK_VECTOR>(args.index_q, args.index_k, head,
+                                                          args.index_key_heads > 1 ? group : 0,
+                                                          Columns{first, SKL_S_DIM - first}, at, i);
+        }
+    }
+};
+
+// t += exp2(c s - lse); of a head that counts nothing, whose lse is infinite, nothing is added whatever s is.
+template <bool SOME_COUNT_NOTHING>
+__device__ inline void add_masses(Strip<kTiles>& t, const Strip<kTiles>& s, float scale, const float (&lse)[2]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float against = lse[Accumulators::row(e)];
+            const float x = exp2_approx(fmaf(scale, s[0][n][e], -against));
+            if constexpr (SOME_COUNT_NOTHING) {
+                if (against != infinity()) t[0][n][e] += fmaf(s[0][n][e], 0.f, x);
+            } else {
+                t[0][n][e] = fmaf(s[0][n][e], 0.f, t[0][n][e] + x);
+            }
+        }
+}
+
+__device__ inline void add_weighted(Strip<kTiles>& logits, const Strip<kTiles>& s, const float (&weight)[2]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float x = s[0][n][e], w = weight[Accumulators::row(e)];
+            logits[0][n][e] =
+                kGated ? fmaf(x, 0.f, fmaf(w, fmaxf(x, 0.f), logits[0][n][e])) : fmaf(w, x, logits[0][n][e]);
+        }
+}
+
+// The lane's elements of one of its rows of a tile: of key number i of them.
+__device__ inline int key_of(int first, int i) {
+    return first + 8 * (i / 2) + Accumulators::first_column(lane_id()) + i % 2;
+}
+
+template <bool WITH_MASS>
+__device__ inline void absorb(MassState& state, const Strip<kTiles>& t, const Strip<kTiles>& logits, float scale,
+                              int half, const RowKeys& row, int first_key) {
+    float x[2 * kTiles], to = state.r;
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+        const bool seen = row.sees(key_of(first_key, i));
+        const float logit = logits[0][i / 2][Accumulators::element(half, i % 2)];
+        // An infinite logit of the teacher shows; those of the student do already.
+        x[i] = !seen ? MassState::kUnseenKey : WITH_MASS ? scale * logit : fmaf(logit, 0.f, scale * logit);
+        to = fmaxf(to, x[i]);
+    }
+    state.move(to);
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+        const bool seen = row.sees(key_of(first_key, i));
+        const float above = x[i] - to;
+        state.l += seen ? exp2_approx(above) : 0.f;
+        if constexpr (WITH_MASS) {
+            const float mass = seen ? t[0][i / 2][Accumulators::element(half, i % 2)] : 0.f;
+            state.mass += mass;
+            state.terms += mass == 0.f ? 0.f : mass * (log2_approx(mass) - above);
+        }
+    }
+}
+
+// Where the strip has a row's gradients, from a key on.
+__device__ inline u64 strip_row(const IndexerArgs& args, int entry, int row, int key) {
+    const i64 local = static_cast<i64>(entry) * args.strip_rows + row - args.first_tile * kStripTile;
+    return args.strip + (local * args.strip_pitch + key) * StripElement::kBytes;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
+    streamkl_indexer_score(const __grid_constant__ IndexerArgs args) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    // Under a causal mask the last rows have most keys.
+    const int last_tile = (args.first_tile + args.tiles) * (kStripTile / kRows) - 1;
+    const int tile = last_tile - static_cast<int>(blockIdx.x) / args.splits;
+    const int share = static_cast<int>(blockIdx.x) % args.splits;
+    const int entries = kEnding == kEndsInLse ? args.groups * args.teacher_heads : args.groups;
+    const int batch = static_cast<int>(blockIdx.y) / entries, which = static_cast<int>(blockIdx.y) % entries;
+    const int group = kEnding == kEndsInLse ? which / args.teacher_heads : which;
+    const int first_row = tile * kRows;
+
+    const Range keys = keys_of_tile(args, batch, tile * kRows / kStripTile);
+    const int tiles = ceil_div(keys.end - keys.begin, kColumns);
+    const auto cut = [&keys, &args, tiles](int i) {
+        return keys.begin + static_cast<int>(static_cast<i64>(tiles) * i / args.splits) * kColumns;
+    };
+    Step at;
+    at.key = cut(share);
+    at.end = cut(share + 1);
+    at.head = 0;
+    at.teacher_heads = kTeacherIsGiven ? 0 : kEnding == kEndsInLse ? 1 : args.teacher_heads;
+    at.heads = at.teacher_heads + (kHasStudent ? args.index_heads : 0);
+    at.first_head = kEnding == kEndsInLse ? which : group * args.teacher_heads;
+    at.teacher_group = args.teacher_group;
+    Step ahead = at;
+
+    const u32 base = Products::aligned(static_cast<u32>(__cvta_generic_to_shared(shared)));
+    const Fetch fetch{args, base, batch, group, first_row, Range{0, args.queries}};
+
+    const int lane = lane_id(), warp = threadIdx.x / 32;
+    const int warp_row = warp % kWarps * 16, warp_column = warp / kWarps * kWarpColumns;
+    const int row = first_row + warp_row + Accumulators::first_row(lane);
+    const RowKeys seen[2] = {RowKeys(args, batch, group, row),
+                             RowKeys(args, batch, group, row + Accumulators::below(1))};
+    MassState state[2];
+    state[0].start();
+    state[1].start();
+
+    // Of each row (log-sum-exp in base 2, 1 / mass, u): zeros where it has no gradient.
+    float4 rows[2] = {make_float4(0.f, 0.f, 0.f, 0.f), make_float4(0.f, 0.f, 0.f, 0.f)};
+    if constexpr (kEnding == kEndsInStrip) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = row + Accumulators::below(half);
+            if (r < args.queries)
+                rows[half] = reinterpret_cast<const float4*>(
+                    args.row_stats)[static_cast<i64>(batch * args.groups + group) * args.queries + r];
+        }
+        // Where no row has one, no product is needed to know the tiles.
+        if (!__syncthreads_or(rows[0].z != 0.f || rows[1].z != 0.f)) {
+            for (int key = at.key + warp_column; key < min(at.end, keys.end); key += kColumns)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+#pragma unroll
+                    for (int n = 0; n < kTiles; ++n)
+                        StripElement::store_pair(
+                            strip_row(args, batch * args.groups + group, row + Accumulators::below(half), key) +
+                                (8 * n + Accumulators::first_column(lane)) * StripElement::kBytes,
+                            0.f, 0.f);
+            return;
+        }
+    }
+
+    if (ahead.more()) {
+        fetch(ahead, 0);
+        ahead.next();
+    }
+    cp_async_commit();
+    Strip<kTiles> t, logits, s;
+    clear<kTiles>(t);
+    if constexpr (kHasStudent) clear<kTiles>(logits);
+    for (int i = 0; at.more(); ++i, at.next()) {
+        cp_async_wait<0>();
+        Products::arrived();
+        __syncthreads();
+        if (ahead.more()) {
+            fetch(ahead, i + 1);
+            ahead.next();
+        }
+        cp_async_commit();
+
+        // Of the head, asked for before its product and needed after it.
+        float factor[2];
+        const float* const vector =
+            at.teacher()
+                ? reinterpret_cast<const float*>(args.lse2) +
+                      static_cast<i64>(batch * args.groups * args.teacher_heads + at.first_head + at.head) *
+                          args.queries
+                : reinterpret_cast<const float*>(args.weights) +
+                      static_cast<i64>((batch * args.groups + group) * args.index_heads + at.head - at.teacher_heads) *
+                          args.queries;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = row + Accumulators::below(half);
+            factor[half] = kEnding != kEndsInLse && r < args.queries ? vector[r] : at.teacher() ? infinity() : 0.f;
+        }
+        if (at.teacher()) {
+            Products::multiply(s, TeacherTile{fetch.queries(i)}, warp_row, TeacherTile{fetch.keys(at.slot)},
+                               warp_column, at.part == 0);
+            if (at.last_part() && kEnding != kEndsInLse) {
+                if (__any_sync(~0u, factor[0] == infinity() || factor[1] == infinity()))
+                    add_masses<true>(t, s, args.teacher_scale2, factor);
+                else
+                    add_masses<false>(t, s, args.teacher_scale2, factor);
+            }
+        } else {
+            Products::multiply(s, IndexTile{fetch.queries(i)}, warp_row, IndexTile{fetch.keys(at.slot)}, warp_column,
+                               at.part == 0);
+            if (at.last_part()) add_weighted(logits, s, factor);
+        }
+        if (!at.last()) continue;
+        const int first_key = at.key + warp_column;
+
+        if constexpr (kTeacherIsGiven) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float* const from = reinterpret_cast<const float*>(args.target.pointer) +
+                                          batch * args.target.batch + group * args.target.head +
+                                          (row + Accumulators::below(half)) * args.target.row;
+#pragma unroll
+                for (int j = 0; j < 2 * kTiles; ++j) {
+                    const int key = key_of(first_key, j);
+                    if (seen[half].sees(key))
+                        t[0][j / 2][Accumulators::element(half, j % 2)] = from[key * args.target.column];
+                }
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int r = row + Accumulators::below(half);
+            if constexpr (kEnding == kEndsInRows) {
+                absorb<true>(state[half], t, logits, args.index_scale2, half, seen[half], first_key);
+            } else if constexpr (kEnding == kEndsInLse) {
+                absorb<false>(state[half], t, s, args.teacher_scale2, half, seen[half], first_key);
+            } else if constexpr (kEnding == kEndsInTarget) {
+                const bool wanted = r >= args.first_row && r < args.end_row;
+                float* const to = reinterpret_cast<float*>(args.target.pointer) + batch * args.target.batch +
+                                  group * args.target.head + r * args.target.row;
+#pragma unroll
+                for (int j = 0; j < 2 * kTiles; ++j) {
+                    const int key = key_of(first_key, j);
+                    if (wanted && seen[half].sees(key))
+                        to[key * args.target.column] = t[0][j / 2][Accumulators::element(half, j % 2)];
+                }
+            } else {
+                const float4 stats = rows[half];
+                const u64 to = strip_row(args, batch * args.groups + group, r, first_key);
+#pragma unroll
+                for (int n = 0; n < kTiles; ++n) {
+                    float d[2];
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        const int e = Accumulators::element(half, j);
+                        const float q = exp2_approx(fmaf(args.index_scale2, logits[0][n][e], -stats.x));
+                        const bool counts = stats.z != 0.f && seen[half].sees(key_of(first_key, 2 * n + j));
+                        d[j] = counts ? stats.z * fmaf(-stats.y, t[0][n][e], q) : 0.f;
+                    }
+                    if (kColumns > kStripTile && first_key >= keys.end) continue;  // beyond the strip's tiles
+                    StripElement::store_pair(to + (8 * n + Accumulators::first_column(lane)) * StripElement::kBytes,
+                                             d[0], d[1]);
+                }
+            }
+        }
+        clear<kTiles>(t);
+        if constexpr (kHasStudent) clear<kTiles>(logits);
+    }
+    if constexpr (kEnding == kEndsInRows || kEnding == kEndsInLse) {
+        if constexpr (kColumnWarps > 1) {  // the first of the warps that share rows merges, in their order
+            __syncthreads();
+            float4* const left = reinterpret_cast<float4*>(shared);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                Accumulators::merge_row(state[half]);
+                const MassState& x = state[half];
+                if (Accumulators::writes_row(lane))
+                    left[warp / kWarps * kRows + warp_row + Accumulators::first_row(lane) + Accumulators::below(half)] =
+                        make_float4(x.r, x.l, x.mass, x.terms);
+            }
+            __syncthreads();
+            if (warp >= kWarps) return;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                for (int i = 1; i < kColumnWarps; ++i) {
+                    const float4 x =
+                        left[i * kRows + warp_row + Accumulators::first_row(lane) + Accumulators::below(half)];
+                    state[half].merge({x.x, x.y, x.z, x.w});
+                }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if constexpr (kColumnWarps == 1) Accumulators::merge_row(state[half]);
+            const int r = row + Accumulators::below(half);
+            if (!Accumulators::writes_row(lane) || r >= args.queries) continue;
+            const MassState& x = state[half];
+            if (kEnding == kEndsInLse && args.splits == 1)
+                *row_vector(args.out_lse, batch, which, r) = x.l == 0.f ? -infinity() : kLn2 * (x.r + log2f(x.l));
+            else
+                reinterpret_cast<float4*>(
+                    args.states)[(static_cast<i64>(blockIdx.y) * args.splits + share) * args.queries + r] =
+                    make_float4(x.r, x.l, x.mass, x.terms);
+        }
+    }
+}
