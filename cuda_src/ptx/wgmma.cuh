@@ -24,6 +24,12 @@ __device__ inline void fence_accumulators(float (&d)[TILES][4]) {
         for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(d[i][j])::"memory");
 }
 
+// Has an operand in its registers before products are issued that read it there.
+__device__ inline void fence_operand(u32 (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // A matrix descriptor for tiles of 128-byte rows (64 elements) in the 128-byte swizzle, 1024-byte aligned; rows are
 // grouped by eight. Used along the row it is K-major; used across the rows (transposed) `chunk` is the distance in
 // bytes between neighbouring 64-wide chunks. Adding bytes >> 4 to the descriptor moves its start.

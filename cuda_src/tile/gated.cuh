@@ -90,7 +90,7 @@ __device__ inline void clear_non_finite(FragmentB2<CODE>& b) {
 
 // out += a * rows k..k+15 of the tile.
 template <int TILES, class T>
-__device__ inline void accumulate(Strip<TILES>& out, const FragmentA<T::kCode>& a, T tile, int k, bool broken) {
+__device__ inline void add_product(Strip<TILES>& out, const FragmentA<T::kCode>& a, T tile, int k, bool broken) {
 #pragma unroll
     for (int d = 0; d < TILES; d += 2) {
         FragmentB2<T::kCode> b;

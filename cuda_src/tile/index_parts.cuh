@@ -8,6 +8,8 @@
 #include "common/math.cuh"
 #include "tile/load.cuh"
 
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
 constexpr int kStripTile = 64;
 static_assert((kStripTile % kColumns == 0 || kColumns % kStripTile == 0) && kStripTile % kRows == 0,
               "plan: tiles lie on the strip's grid");

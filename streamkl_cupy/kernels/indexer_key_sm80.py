@@ -6,14 +6,20 @@ A block has its keys, and two buffers each for a tile of queries with their weig
 
 from __future__ import annotations
 
+from . import indexer_key_sm90
 from .gpus import DeviceFacts
 from .indexer import GRID, IndexerKernel, IndexerShape, kernel, pitch, shape_constants, tile_constants, too_large
 from .indexer_query_sm80 import blocks_of, columns_of
 from .structs import INDEXER
 
+HOPPER = True
+
 
 def plan(shape: IndexerShape, facts: DeviceFacts) -> IndexerKernel:
-    """The largest tile that fits."""
+    """Hopper's own where it serves; else the largest tile that fits."""
+    own = indexer_key_sm90.plan(shape, facts) if HOPPER else None
+    if own is not None:
+        return own
     row, unroll = pitch(shape.index_dim, shape.student), 2 if shape.student == "float32" else 4
     for columns in columns_of(shape):
         smem = GRID * row + 2 * (columns * (row + 4) + columns * pitch(GRID, shape.student))

@@ -6,9 +6,12 @@ A block has its queries, and in each stage a tile of keys and one of the strip:
 
 from __future__ import annotations
 
+from . import indexer_query_sm90
 from .gpus import DeviceFacts
 from .indexer import GRID, IndexerKernel, IndexerShape, kernel, pitch, shape_constants, tile_constants, too_large
 from .structs import INDEXER
+
+HOPPER = True
 
 
 def columns_of(shape: IndexerShape) -> tuple[int, ...]:
@@ -24,7 +27,10 @@ def blocks_of(shape: IndexerShape) -> int:
 
 
 def plan(shape: IndexerShape, facts: DeviceFacts) -> IndexerKernel:
-    """The largest tile that fits."""
+    """Hopper's own where it serves; else the largest tile that fits."""
+    own = indexer_query_sm90.plan(shape, facts) if HOPPER else None
+    if own is not None:
+        return own
     row, unroll = pitch(shape.index_dim, shape.student), 2 if shape.student == "float32" else 4
     for stages in (2, 1):
         for columns in columns_of(shape):

@@ -26,9 +26,12 @@ def plan(shape: IndexerShape, ending: int, facts: DeviceFacts) -> IndexerKernel 
         return None
     chunks = -(-max(teacher, student) // 64)
     smem = 4 * GRID * 128 * chunks + 1024
+    # Parts, and a target that is read, take registers of their own.
+    whole = not shape.target and teacher >= shape.teacher_dim and student >= shape.index_dim
+    blocks = 3 if whole and 3 * (smem + 1024) <= facts.smem_per_block else 2
     constants = {
         **shape_constants(shape),
-        **tile_constants(GRID, 2, 3 if 3 * (smem + 1024) <= facts.smem_per_block else 2, 4),
+        **tile_constants(GRID, 2, blocks, 4),
         "SKL_COLUMN_WARPS": 1,
         "SKL_T_ELEMENT": CODES[shape.teacher],
         "SKL_T_DIM": shape.teacher_dim,

@@ -34,7 +34,6 @@ constexpr int kTeacherParts = ceil_div(SKL_T_DIM, SKL_T_PART), kExtraParts = SKL
 constexpr int kIndexParts = ceil_div(SKL_S_DIM, SKL_S_PART);
 
 constexpr int kWarpColumns = kColumns / kColumnWarps, kTiles = kWarpColumns / 8;
-constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int kQueryBytes = larger(TeacherTile::bytes(kRows), IndexTile::bytes(kRows)),
               kKeyBytes = larger(TeacherTile::bytes(kColumns), IndexTile::bytes(kColumns));
 static_assert(2 * (kQueryBytes + kKeyBytes) + Products::kAlignment == SKL_SMEM_BYTES && kStages == 2,
