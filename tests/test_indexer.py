@@ -22,11 +22,14 @@ from streamkl_cupy.kernels import (
     indexer_bits,
     indexer_join,
     indexer_key_sm80,
+    indexer_key_sm90,
     indexer_pack,
     indexer_query_sm80,
+    indexer_query_sm90,
     indexer_rows,
     indexer_scan,
     indexer_score_sm80,
+    indexer_score_sm90,
     indexer_sum,
 )
 from streamkl_cupy.kernels.gpus import GPUS, DeviceFacts
@@ -812,9 +815,10 @@ def test_a_plan_says_what_memory_it_takes(chosen: int) -> None:
     assert isinstance(found, plan.IndexerPlan)
     assert max(found.workspace_bytes, found.backward_bytes) < 200e6
     text = str(found)
-    assert all(name in text for name in ("indexer_score_sm80", "indexer_query_sm80", "indexer_key_sm80", "MiB"))
+    assert all(name in text for name in ("indexer_score_sm90", "indexer_query_sm90", "indexer_key_sm90", "MiB"))
     assert ("indexer_bits" in text) == bool(chosen)
     only = streamkl_cupy.indexer_kl_plan(*x, index_scale=1.0, arch="sm_80", wrt=("index_weights",))
+    assert "indexer_query_sm80" in str(only)
     assert "indexer_key_sm80" not in str(only)
     assert only.backward_bytes < found.backward_bytes
     half = [Standin(*a.shape, dtype="float16") for a in x]
@@ -882,7 +886,17 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
     return saved
 
 
+@pytest.fixture(params=["own", "portable"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An architecture's own kernels, where it has some, and the portable ones."""
+    if request.param == "portable":
+        for module in (indexer_score_sm90, indexer_query_sm90, indexer_key_sm90):
+            monkeypatch.setattr(module, "plan", lambda *_: None)
+    return str(request.param)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("name", list(settings(np.random.default_rng(0))))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_gpu(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, name: str) -> None:
@@ -900,6 +914,7 @@ def test_on_a_gpu(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dty
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dims", [(64, 32), (77, 41), (128, 128), (192, 72), (320, 256), (576, 128)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_head_dims_on_a_gpu(
@@ -915,6 +930,7 @@ def test_head_dims_on_a_gpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("family")
 def test_packed_sequences_on_a_gpu(rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     x = make(rng, B=1, M=200, N=230)
@@ -938,11 +954,13 @@ def test_packed_sequences_on_a_gpu(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
-def test_not_a_number_on_a_gpu(rng: np.random.Generator) -> None:
+@pytest.mark.usefixtures("family")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_not_a_number_on_a_gpu(rng: np.random.Generator, dtype: str) -> None:
     torch = pytest.importorskip("torch")
     there = rng.random((2, 170)) < 0.5
     there[:, :3] = True
-    clean = make(rng, M=150, N=170)
+    clean = make(rng, M=150, N=170, T=64, D=32)
     poisoned = [a.copy() for a in clean]
     poisoned[1].swapaxes(1, 2)[~there], poisoned[3].swapaxes(1, 2)[~there] = np.nan, np.inf
     weight = np.ones((2, 150), np.float32)
@@ -951,8 +969,7 @@ def test_not_a_number_on_a_gpu(rng: np.random.Generator) -> None:
     options |= {"key_mask": torch.from_numpy(there).cuda(), "row_weight": torch.from_numpy(weight).cuda()}
     poisoned[2][0, :, 7], poisoned[0][0, 1, 7] = np.nan, np.inf
     found = [
-        streamkl_cupy.indexer_kl_value_and_grad(*(torch.from_numpy(a).cuda() for a in x), **options)
-        for x in (clean, poisoned)
+        streamkl_cupy.indexer_kl_value_and_grad(*(on_gpu(a, dtype) for a in x), **options) for x in (clean, poisoned)
     ]
     assert found[0][0] == found[1][0]
     for i, (a, b) in enumerate(zip(found[0][1], found[1][1], strict=True)):
@@ -964,7 +981,7 @@ def test_not_a_number_on_a_gpu(rng: np.random.Generator) -> None:
         for bad in (np.nan, np.inf, -np.inf):
             x = [a.copy() for a in clean]
             x[i][at] = bad
-            rows = streamkl_cupy.indexer_kl_forward(*(torch.from_numpy(a).cuda() for a in x), index_scale=0.4)
+            rows = streamkl_cupy.indexer_kl_forward(*(on_gpu(a, dtype) for a in x), index_scale=0.4)
             seen = rows.kl.isnan().cpu()
             assert seen[0, 9], (i, bad)
             assert int(seen.sum()) == (1 if i in (0, 2, 4) else 150), (i, bad)

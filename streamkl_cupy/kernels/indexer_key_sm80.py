@@ -12,12 +12,10 @@ from .indexer import GRID, IndexerKernel, IndexerShape, kernel, pitch, shape_con
 from .indexer_query_sm80 import blocks_of, columns_of
 from .structs import INDEXER
 
-HOPPER = True
-
 
 def plan(shape: IndexerShape, facts: DeviceFacts) -> IndexerKernel:
     """Hopper's own where it serves; else the largest tile that fits."""
-    own = indexer_key_sm90.plan(shape, facts) if HOPPER else None
+    own = indexer_key_sm90.plan(shape, facts)
     if own is not None:
         return own
     row, unroll = pitch(shape.index_dim, shape.student), 2 if shape.student == "float32" else 4

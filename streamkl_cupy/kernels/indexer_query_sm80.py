@@ -11,8 +11,6 @@ from .gpus import DeviceFacts
 from .indexer import GRID, IndexerKernel, IndexerShape, kernel, pitch, shape_constants, tile_constants, too_large
 from .structs import INDEXER
 
-HOPPER = True
-
 
 def columns_of(shape: IndexerShape) -> tuple[int, ...]:
     """Of tiles, the best first: registers hold a row of sums, and of planes three."""
@@ -28,7 +26,7 @@ def blocks_of(shape: IndexerShape) -> int:
 
 def plan(shape: IndexerShape, facts: DeviceFacts) -> IndexerKernel:
     """Hopper's own where it serves; else the largest tile that fits."""
-    own = indexer_query_sm90.plan(shape, facts) if HOPPER else None
+    own = indexer_query_sm90.plan(shape, facts)
     if own is not None:
         return own
     row, unroll = pitch(shape.index_dim, shape.student), 2 if shape.student == "float32" else 4

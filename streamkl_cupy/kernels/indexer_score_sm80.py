@@ -27,7 +27,6 @@ from .indexer import (
 from .structs import INDEXER
 
 Ending = Literal["rows", "strip", "target", "lse"]
-HOPPER = True
 ENDINGS: tuple[Ending, ...] = ("rows", "strip", "target", "lse")
 # Whole rows where they fit, so that keys stay for all heads that read them.
 _PARTS = {"bfloat16": (192, 128, 64), "float16": (192, 128, 64), "float32": (64, 32)}
@@ -46,7 +45,7 @@ def _part(dim: int, most: int) -> int:
 
 def plan(shape: IndexerShape, ending: Ending, facts: DeviceFacts) -> IndexerKernel:
     """Hopper's own where it serves; else the largest tile that fits."""
-    own = indexer_score_sm90.plan(shape, ENDINGS.index(ending), facts) if HOPPER else None
+    own = indexer_score_sm90.plan(shape, ENDINGS.index(ending), facts)
     if own is not None:
         return own
     wide = "float32" in (shape.teacher, shape.student)
