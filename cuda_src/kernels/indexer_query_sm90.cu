@@ -30,7 +30,8 @@ struct Products {
             operand(k, a[k]);
             fence_operand(a[k].r[0]);
         }
-        if (broken) clear_non_finite<IndexTile::E, kColumns, IndexTile::kChunks>(streamed.base, 1);
+        if (broken)
+            clear_non_finite<IndexTile::E, kColumns, IndexTile::kChunks, 2 * IndexTile::kSteps>(streamed.base, 1);
         const u64 rows = swizzled_descriptor(streamed.base, kColumns * 128);
         constexpr int wide = 16, rest = TILES % wide;
         wgmma_fence();

@@ -7,9 +7,9 @@
 
 // Clears the rows of a tile [chunks][ROWS][64] that hold an infinity or a NaN. A pair that sees such a row has NaN for
 // a gradient of its logit whatever the row holds; for one that does not, 0 times the row must be 0. Called by the 128
-// threads of a warpgroup that multiplies next; `barrier` is theirs. Whole rows are written, so the swizzle does not
-// matter.
-template <class E, int ROWS, int CHUNKS>
+// threads of a warpgroup that multiplies next; `barrier` is theirs. Of a row, PIECES of 8 elements have been loaded: what
+// lies beyond them is anything, no product reads it, and it says nothing of the row.
+template <class E, int ROWS, int CHUNKS, int PIECES = 8 * CHUNKS>
 __device__ inline void clear_non_finite(u32 tile, int barrier) {
     // An exponent of ones carries into the sign.
     constexpr u32 exponent = E::kNarrowExponent ? 0x7c007c00u : 0x7f807f80u,
@@ -23,6 +23,7 @@ __device__ inline void clear_non_finite(u32 tile, int barrier) {
         u32 bad = 0;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
+            if (PIECES < 8 * CHUNKS && 8 * c + (thread % 8 ^ (r & 7)) >= PIECES) continue;
             const float4 x = shared_float4(row + c * ROWS * 128);
             bad |= broken(x.x) | broken(x.y) | broken(x.z) | broken(x.w);
         }
