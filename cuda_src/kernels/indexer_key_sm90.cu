@@ -1,5 +1,5 @@
-// The gradient of the indexer's keys (indexer_gradient/key.cuh) by products of a warpgroup: 16-bit elements that are read 16 bytes at a
-// time.
+// The gradient of the indexer's keys (indexer_gradient/key.cuh) by products of a warpgroup: 16-bit elements that are
+// read 16 bytes at a time.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"

@@ -1,5 +1,5 @@
-// Gradients of the indexer's queries and weights (indexer_gradient/query.cuh) by products of a warpgroup: 16-bit elements that are read 16 bytes at a
-// time.
+// Gradients of the indexer's queries and weights (indexer_gradient/query.cuh) by products of a warpgroup: 16-bit
+// elements that are read 16 bytes at a time.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"

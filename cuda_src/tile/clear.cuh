@@ -7,8 +7,8 @@
 
 // Clears the rows of a tile [chunks][ROWS][64] that hold an infinity or a NaN. A pair that sees such a row has NaN for
 // a gradient of its logit whatever the row holds; for one that does not, 0 times the row must be 0. Called by the 128
-// threads of a warpgroup that multiplies next; `barrier` is theirs. Of a row, PIECES of 8 elements have been loaded: what
-// lies beyond them is anything, no product reads it, and it says nothing of the row.
+// threads of a warpgroup that multiplies next; `barrier` is theirs. PIECES of 8 elements of a row have been loaded:
+// what lies beyond may be anything, no product reads it, and it says nothing of the row.
 template <class E, int ROWS, int CHUNKS, int PIECES = 8 * CHUNKS>
 __device__ inline void clear_non_finite(u32 tile, int barrier) {
     // An exponent of ones carries into the sign.
