@@ -85,7 +85,9 @@ class Call(NamedTuple):
     def _read(self, rows: SavedArrays | None) -> Ready:
         op, operands, options, given = self
         views = None if rows is None else rows.views(op)
-        inputs = op.Inputs(*map(describe, op.names, operands))
+        inputs = (
+            KINDS[op.name].read(op, operands) if op.name in KINDS else op.Inputs(*map(describe, op.names, operands))
+        )
         like = inputs[op.at]
         masks = view_masks(given, like.framework)
         checked = prepare(op, inputs, options, masks)
@@ -101,12 +103,14 @@ class Call(NamedTuple):
 
     def problem(self, device: Device | None = None) -> Problem:
         """The problem of arrays or stand-ins, as a call with them would have it, or would on `device`."""
-        inputs = outline(self.op, self.operands, device)
+        kind = KINDS.get(self.op.name, OF_SIDES)
+        inputs = kind.outline(self.op, self.operands, device)
         like = inputs[self.op.at]
         options = self.options
         if options.deterministic is None:
             options = options._replace(deterministic=as_framework_says(like))
-        return validate.to_problem(self.op, inputs, options, outline_masks(self.masks, like, device))
+        problem: Problem = kind.to_problem(self.op, inputs, options, outline_masks(self.masks, like, device))
+        return problem
 
 
 class SavedArrays(NamedTuple):
@@ -146,7 +150,7 @@ class Checked(NamedTuple):
         """Bytes of workspace for these gradients, or the error that says why there are none."""
         size = self.gradient_bytes.get(wrt)
         if size is None:
-            validate.gradients_built(self.problem, wrt)
+            kind_of(self.problem).gradients_built(self.problem, wrt)
             size = self.gradient_bytes[wrt] = self.runner.backward_bytes(wrt)
         return size
 
@@ -200,7 +204,7 @@ class Ready(NamedTuple):
         outputs = checked.op.Gradients(
             *[
                 framework.empty(x, x.shape, problem.gradient_dtype(x.name) if problem.wide_gradients else x.dtype)
-                if x.name in wrt
+                if x is not None and x.name in wrt
                 else None
                 for x in inputs
             ]
@@ -232,15 +236,51 @@ class Ready(NamedTuple):
     def of(self, arrays: Sequence[Any], addresses: Sequence[int]) -> Ready:
         """The same with arrays again: the operands, those of the mask, the saved rows."""
         before, masks, checked, saved = self
-        inputs = checked.op.Inputs(*map(ArrayView.at, before, addresses, arrays))
-        if masks is None and saved is None:
-            return Ready(inputs, None, checked)
-        rest = iter(zip(addresses[len(before) :], arrays[len(before) :]))
+        if checked.op.optional:
+            rest = iter(zip(addresses, arrays))
+            inputs = checked.op.Inputs(*[x and x.at(*next(rest)) for x in before])
+        else:
+            inputs = checked.op.Inputs(*map(ArrayView.at, before, addresses, arrays))
+            if masks is None and saved is None:
+                return Ready(inputs, None, checked)
+            rest = iter(zip(addresses[len(before) :], arrays[len(before) :]))
         if masks is not None:
             masks = {name: view.at(*next(rest)) for name, view in masks.items()}
         if saved is not None:
             saved = checked.op.Saved(*[view and view.at(*next(rest)) for view in saved])
         return Ready(inputs, masks, checked, saved)
+
+
+class Kind(NamedTuple):
+    """How calls of an operation are read, checked and run, where operands are more than queries and keys of sides. A
+    room above brings it (`KINDS`); all else about a call goes by the record and by what its problem says of itself."""
+
+    read: Callable[[Op, tuple[Any, ...]], Inputs]
+    outline: Callable[[Op, tuple[Any, ...], Device | None], Inputs]
+    """The same of arrays or stand-ins, as if on a device where one is given."""
+    standin: Callable[[str, Any, Device], ArrayView]
+    """View something with a shape and a dtype as the compact array of a name that it stands for."""
+    to_problem: Callable[..., Any]
+    """(op, inputs, options, masks) -> a frozen problem, or an error that says what to do."""
+    results: Callable[[Any], dict[str, tuple[tuple[int, ...], str]]]
+    """Shape and type of what a forward of a problem writes, in the order of the record."""
+    gradients_built: Callable[[Any, tuple[str, ...]], None]
+    """Refuse gradients that nothing computes."""
+    backend: Callable[[Device], Any]
+    """The module whose `Runner` serves a device."""
+    every_row_sees: Callable[[Any], bool] = lambda problem: False
+    """Whether each row of a problem is known to see a key."""
+    look: Callable[..., None] = lambda inputs, options, problem: None
+    """Warn of what a checked call may have got wrong."""
+
+
+KINDS: dict[str, Kind] = {}
+"""By the names of operations; those that are not here are `OF_SIDES`."""
+
+
+def kind_of(problem: Any) -> Kind:
+    """That of the operation of a problem."""
+    return KINDS.get(problem.op, OF_SIDES)
 
 
 LIMIT = 1024
@@ -276,7 +316,10 @@ def _recalled(framework: Framework, call: Call, rows: SavedArrays | None) -> Rea
             continue
         addresses = framework.addresses(arrays)
         # What has no memory, or does not begin where most arrays do, is looked at anew.
-        if not all(addresses) or reduce(or_, addresses[: len(call.operands)]) & 15:
+        count = len(call.operands)
+        if call.op.optional:
+            count = sum([x is not None for x in call.operands])
+        if not all(addresses) or reduce(or_, addresses[:count]) & 15:
             return None
         if ready.inputs[call.op.at].device.kind == "cuda" and generation() != _cuda_generation:
             _check_fork()
@@ -288,7 +331,7 @@ def _noted(framework: Framework, call: Call, rows: SavedArrays | None, ready: Re
     """Remember how a call looks that has been read."""
     views = (*ready.inputs, *(ready.masks or {}).values(), *(ready.saved or ()))
     if all(view is None or view.framework == framework.name for view in views) and not any(
-        view.ptr & 15 for view in ready.inputs
+        view is not None and view.ptr & 15 for view in ready.inputs
     ):
         alike = framework.alike(_arrays(call, rows))
         key = _look_key(framework, call, rows)
@@ -303,6 +346,8 @@ def _look_key(framework: Framework, call: Call, rows: SavedArrays | None) -> Any
     op, operands, options, masks = call
     deterministic = framework.deterministic() if options.deterministic is None else None
     given = masks if masks is NO_MASKS else tuple([x is not None for x in masks])
+    if op.optional:
+        given = (given, *[x is not None for x in operands])
     saved = None if rows is None else (tuple([x is None for x in rows.arrays]), rows.alike)
     return (op, operands[op.at].shape, _named(options), deterministic, given, saved, framework.name)
 
@@ -310,9 +355,12 @@ def _look_key(framework: Framework, call: Call, rows: SavedArrays | None) -> Any
 def _arrays(call: Call, rows: SavedArrays | None) -> tuple[Any, ...]:
     """Those of a call, in the order of views."""
     masks = () if call.masks is NO_MASKS else tuple([x for x in call.masks if x is not None])
+    operands = call.operands
+    if call.op.optional:
+        operands = tuple([x for x in operands if x is not None])
     if rows is None:
-        return (*call.operands, *masks)
-    return (*call.operands, *masks, *[x for x in rows.arrays if x is not None])
+        return (*operands, *masks)
+    return (*operands, *masks, *[x for x in rows.arrays if x is not None])
 
 
 # Keys are kept longer than patterns: they have the digest in its place.
@@ -341,10 +389,11 @@ def prepare(op: Op, inputs: Inputs, options: Options, masks: MaskArrays | None =
         key = (key, *((name, view[1:6]) for name, view in masks.items()))
     checked = _checked.get(key)
     if checked is None:
-        problem = validate.to_problem(op, inputs, options._replace(deterministic=deterministic), masks)
-        hints.look(inputs, options, problem)
+        kind = KINDS.get(op.name, OF_SIDES)
+        problem = kind.to_problem(op, inputs, options._replace(deterministic=deterministic), masks)
+        kind.look(inputs, options, problem)
         runner = runner_for(problem)
-        results = results_of(problem)
+        results = kind.results(problem)
         checked = Checked(
             runner,
             problem,
@@ -353,21 +402,13 @@ def prepare(op: Op, inputs: Inputs, options: Options, masks: MaskArrays | None =
             problem.row_shape,
             problem.stat_dtype,
             runner.workspace_bytes,
-            every_row_sees(problem),
+            kind.every_row_sees(problem),
             results,
             {name: x for name, x in results.items() if name not in op.rows},
             {},
         )
         _remember(_checked, key, checked, problem)
     return checked
-
-
-def results_of(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of what a forward writes, in the order of the operation's record."""
-    op, shape, dtype = problem.operation, problem.row_shape, problem.stat_dtype
-    rows = dict.fromkeys(op.rows, (shape, dtype))
-    vectors = {name: ((*shape, problem.columns(letter)), problem.operand(op.like).dtype) for name, letter in op.vectors}
-    return rows | vectors | {name: ((*shape, *axes), dtype) for name, axes in extra_rows(problem).items()}
 
 
 def as_framework_says(like: ArrayView) -> bool:
@@ -381,7 +422,7 @@ def runner_for(problem: Problem) -> Runner:
     runner = _runners.get(problem)
     if runner is None:
         with _building():
-            runner = _runners.get(problem) or backend(problem.device).Runner(problem)
+            runner = _runners.get(problem) or kind_of(problem).backend(problem.device).Runner(problem)
             _remember(_runners, problem, runner, problem)
     return runner
 
@@ -418,9 +459,14 @@ def backend(device: Device) -> Any:
     """The module whose Runner serves a device."""
     if device.kind == "cpu":
         return numpy_backend
+    check_gpu_usable()
+    return importlib.import_module(".launch", __package__)
+
+
+def check_gpu_usable() -> None:
+    """Refuse GPUs where CuPy is missing, or this process cannot use them."""
     _check_fork()
     cupy_module()
-    return importlib.import_module(".launch", __package__)
 
 
 def _check_fork() -> None:
@@ -481,3 +527,24 @@ def outline_masks(given: tuple[Any, ...], like: ArrayView, device: Device | None
             view = view._replace(framework=like.framework, device=like.device)
         views[name] = view
     return views
+
+
+def _results_of_sides(problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
+    op, shape, dtype = problem.operation, problem.row_shape, problem.stat_dtype
+    rows = dict.fromkeys(op.rows, (shape, dtype))
+    vectors = {name: ((*shape, problem.columns(letter)), problem.operand(op.like).dtype) for name, letter in op.vectors}
+    return rows | vectors | {name: ((*shape, *axes), dtype) for name, axes in extra_rows(problem).items()}
+
+
+# Looked up where they are called, as all else is.
+OF_SIDES = Kind(
+    lambda op, operands: op.Inputs(*map(describe, op.names, operands)),
+    outline,
+    frameworks.standin,
+    lambda *given: validate.to_problem(*given),
+    _results_of_sides,
+    validate.gradients_built,
+    lambda device: backend(device),
+    every_row_sees,
+    hints.look,
+)

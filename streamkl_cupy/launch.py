@@ -190,7 +190,7 @@ def _copied(problem: Problem) -> Operand:
     return Operand(heads, rows, value.dim, value.dtype, strides, True)
 
 
-class _Packed(dict[tuple[Any, ...], tuple[Command, ...]]):
+class Packed(dict[tuple[Any, ...], tuple[Command, ...]]):
     """What a call runs, by all that differs between calls of a problem: addresses, mostly. A training loop comes back
     to the same ones, and then launches what lies ready; a bound keeps odd programs small."""
 
@@ -230,7 +230,7 @@ class Runner:
         self._kernels: dict[tuple[KernelPlan, ...], _Kernel] = {}
         # By what is wanted and the room for it.
         self._requests: dict[object, Request] = {}
-        self._forwards, self._backwards = _Packed(), _Packed()
+        self._forwards, self._backwards = Packed(), Packed()
         self._mask_arrays = tuple(array.name for part in parts_of(problem.mask) for array in part.arrays)
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
@@ -397,12 +397,23 @@ class Runner:
         found = self._kernels.get(plans)
         if found:
             return found
-        if stream is not None and self._runtime.streamIsCapturing(stream):
-            raise CaptureError(
-                f"the {plans[0].name} kernel of this problem is not loaded, and loading cannot be captured into a CUDA "
-                "graph: call streamkl_cupy.warmup(...) with the same arrays and options before the capture"
-            )
+        if stream is not None:
+            refuse_in_capture(stream, plans[0].name, "warmup")
         return self._kernels.setdefault(plans, _Kernel(self.problem, *plans))
+
+
+def refuse_in_capture(stream: int, kernel: str, warmup: str) -> None:
+    """Refuse to load a kernel for a stream that a CUDA graph captures; what to call before is of the public names."""
+    if import_cupy().cuda.runtime.streamIsCapturing(stream):
+        raise CaptureError(
+            f"the {kernel} kernel of this problem is not loaded, and loading cannot be captured into a CUDA graph: "
+            f"call streamkl_cupy.{warmup}(...) with the same arrays and options before the capture"
+        )
+
+
+def address_of(view: ArrayView | None) -> int:
+    """Of an array of a call; 0 where there is none."""
+    return 0 if view is None else view.ptr
 
 
 def _mask_key(masks: MaskArrays) -> tuple[Any, ...]:

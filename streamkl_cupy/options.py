@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 
 from .arguments import FAR, a_kind_of, choice, flag, integer, listed
-from .ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION, Op
+from .ops import ATTENTION_KL, ATTENTION_KL_TO, INDEXER_KL, INDEXER_TARGET, OPS, SPARSE_ATTENTION, Op
 from .problem import Side
 from .rules.divergences import DIVERGENCES, PARAMETERS
 from .rules.masks import ARRAYS
@@ -215,6 +215,20 @@ def _parameter(name: str, value: Any) -> float:
         raise TypeError(f"{name} is {a_kind_of(value)}; allowed is a number known now (not traced)") from cause
 
 
+def _from_one(name: str, value: Any) -> int:
+    number = integer(name, value)
+    if number < 1:
+        raise ValueError(f"{name}={value}; allowed are 1 and more")
+    return number
+
+
+def _some_rows(name: str, value: Any) -> tuple[int, int]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} is {a_kind_of(value)}; allowed is a pair (first, end) of query rows")
+    first, end = (integer(name, x) for x in value)
+    return first, end
+
+
 class Options(NamedTuple):
     """The static options, as they are checked."""
 
@@ -268,6 +282,35 @@ class TargetOptions(NamedTuple):
     log_target: Annotated[bool, Row(flag, "bool")] = False
 
 
+class IndexOptions(NamedTuple):
+    """Those of `indexer_kl`."""
+
+    # Every call says it: the default is that of `indexer_target`, which has no student.
+    index_scale: Annotated[float, Row(_scale, "float?", symbol=True)] = 1.0
+    teacher_scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
+    relu: Annotated[bool, Row(flag, "bool")] = True
+    head_groups: Annotated[int | None, Row(_from_one, "SymInt?")] = None
+    causal: Annotated[bool, Row(flag, "bool")] = False
+    q_offset: Annotated[int | None, Row(integer, "SymInt?")] = None
+    compress_ratio: Annotated[int, Row(_from_one, "SymInt")] = 1
+    topk_relative: Annotated[bool, Row(flag, "bool")] = False
+    layout: Annotated[str, Row(lambda name, value: choice(name, value, LAYOUTS), "str")] = "bhnd"
+    deterministic: Annotated[
+        bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")
+    ] = None
+    # Of `indexer_target` alone: the first row that it is of, and the one after the last.
+    rows: Annotated[tuple[int, int] | None, Row(_some_rows, "SymInt[]?", shared=False)] = None
+
+    # What others ask all options for, and no call of these has.
+    @property
+    def block_mask(self) -> None:
+        return None
+
+    @property
+    def window(self) -> None:
+        return None
+
+
 def _without(sides: str, more: Any) -> Any:
     """The options but for those of a side, and more."""
     rows = {name: kind for name, kind in Options.__annotations__.items() if not name.startswith(sides)}
@@ -281,6 +324,8 @@ OPTIONS: Final[dict[str, Any]] = {
     ATTENTION_KL.name: Options,
     ATTENTION_KL_TO.name: _without("teacher_", TargetOptions),
     SPARSE_ATTENTION.name: AttentionOptions,
+    INDEXER_KL.name: IndexOptions,
+    INDEXER_TARGET.name: IndexOptions,
 }
 """The static options of each operation, by its name."""
 
@@ -313,7 +358,14 @@ TABLES: Final[dict[str, dict[str, Row]]] = {
 }
 MASK_ARRAYS: Final = {name: array.dtype for name, array in ARRAYS.items()}
 SHARED: Final = {
-    op: frozenset({*(name for name, row in table.items() if row.shared), *MASK_ARRAYS}) for op, table in TABLES.items()
+    op: frozenset(
+        {
+            *(name for name, row in table.items() if row.shared or op == INDEXER_TARGET.name),
+            *MASK_ARRAYS,
+            *(x.name for x in OPS[op].operands if x.optional),
+        }
+    )
+    for op, table in TABLES.items()
 }
 NO_MASKS: Final = (None,) * len(MASK_ARRAYS)
 _DEFAULTS = {op: options() for op, options in OPTIONS.items()}
@@ -386,6 +438,8 @@ def _near(options: Any) -> Any:
         return max(-FAR, min(distance, FAR))
 
     q_offset, window = options.q_offset, options.window
+    if window is None and options.causal:
+        return options._replace(q_offset=near(q_offset))
     if q_offset is not None and not options.causal and window is None:
         raise ValueError(
             f"q_offset={q_offset} moves the diagonal of causal and window, but there is neither; pass causal=True "

@@ -35,11 +35,11 @@ def loss(op: Op, inputs: tuple[Any, ...], given: dict[str, Any], asked: LossOpti
     call, traced = autodiff.asked(op, inputs, with_sunk(given, asked))
     if call.options.sunk and validate.sinks(asked.sinks, call.options, asked):
         rows = autodiff.results(call, traced, _spread(call, asked.sinks))
-        return _reduced(op, autodiff.there(op, call.options, rows), asked)
+        return _reduced(op, autodiff.there(call, rows), asked)
     if not traced and autodiff.unwatched((*inputs, *call.masks)):
         return _launched(call, asked)
     rows = autodiff.results(call, traced)
-    return _reduced(op, autodiff.there(op, call.options, rows), asked)
+    return _reduced(op, autodiff.there(call, rows), asked)
 
 
 def _launched(call: Call, asked: LossOptions) -> Any:

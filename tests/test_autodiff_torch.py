@@ -157,7 +157,7 @@ def means(query: Any, key: Any, value: Any, weight: Any = None, **given: Any) ->
     operands = (query, key, value, weight)
     call, traced = autodiff.asked(MEANS, operands, given)
     if traced or not autodiff.unwatched((*operands, *call.masks)):
-        rows = autodiff.there(MEANS, call.options, autodiff.results(call, traced))
+        rows = autodiff.there(call, autodiff.results(call, traced))
     elif autodiff.differentiated(operands):
         rows = autodiff.step(call, call.ready(), MEANS.results)
     else:

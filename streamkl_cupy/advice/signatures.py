@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ..ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION, Op
-from ..options import SHARED
+from ..ops import ATTENTION_KL, ATTENTION_KL_TO, INDEXER_KL, INDEXER_TARGET, SPARSE_ATTENTION, Op
+from ..options import SHARED, TABLES
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -132,6 +132,16 @@ class _Words(NamedTuple):
 _ATTENTION_INPUTS = "the arrays are query, key and value"
 _ATTENTION_TEMPERATURE = "divide the scale by it: scale=1 / (T * D**0.5)"
 _ATTENTION_WEIGHT = "leave it out: outputs are not reduced"
+_INDEXER_MEANT = {
+    **dict.fromkeys(("scale", "softmax_scale", "sm_scale", "scaling"), "say index_scale, and teacher_scale"),
+    **dict.fromkeys(
+        ("q", "k", "query", "key", "teacher", "student"), "the arrays are teacher_q, teacher_k, index_q, index_k"
+    ),
+    **dict.fromkeys(("weights", "index_w"), "say index_weights; of rows, row_weight"),
+    **dict.fromkeys(("topk", "indices"), "say topk_indices, (B, M, K), and topk_length where some of them count"),
+    **dict.fromkeys(("return_lse", "return_softmax_lse", "return_logsumexp"), "say return_stats=True"),
+    "lse": "say teacher_lse",
+}
 _WORDS: Final = {
     ATTENTION_KL.name: _Words(
         _OF_MAPS,
@@ -167,6 +177,18 @@ _WORDS: Final = {
             "page_table": "caches in pages are not built: gather the pages into one array",
             "block_table": "caches in pages are not built: gather the pages into one array",
         },
+    ),
+    INDEXER_KL.name: _Words(
+        "It takes the teacher's queries and keys, then the indexer's",
+        "grad, the derivative of the loss by each row's KL, comes first",
+        "All other arrays are named: teacher_lse, key_mask, topk_indices",
+        _INDEXER_MEANT,
+    ),
+    INDEXER_TARGET.name: _Words(
+        "It takes the teacher's queries and keys",
+        "",
+        "All other arrays are named: teacher_lse, key_mask, topk_indices",
+        _INDEXER_MEANT,
     ),
 }
 
@@ -276,7 +298,7 @@ def _too_many(op: Op, function: str, args: tuple[Any, ...], names: tuple[str, ..
         if isinstance(extra, bool):
             special = f"Options are named: is causal={extra} meant?"
         elif isinstance(extra, (int, float)):
-            scales = ", ".join(f"{op.option(side, 'scale')}={extra}" for side in op.sides)
+            scales = ", ".join(f"{name}={extra}" for name in TABLES[op.name] if name.endswith("scale"))
             special = f"Options are named: {scales}, q_offset={extra}?"
         elif hasattr(extra, "shape"):
             special = _WORDS[op.name].array

@@ -50,7 +50,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .. import arrays, frameworks, validate
 from ..arrays import Results, Saved
-from ..call import Call, prepare, results_of, runner_for
+from ..call import KINDS, OF_SIDES, Call, kind_of, prepare, runner_for
 from ..frameworks.dlpack import pointer_of
 from ..frameworks.jax import xla_deterministic
 from ..ops import Op
@@ -177,9 +177,9 @@ def rows(config: Config, inputs: _Operands, masks: _Masks, given: Sinks | None =
     on it has gradient zero. With sinks' logits, one for each row, rows are those with sinks."""
     op = config.op
     if given is None or given == Sinks():
-        found = _rows(config, *_varying_alike(op, inputs, masks))
+        found = _rows(config, *_varying_alike(inputs, masks))
     else:
-        alike = _varying_alike(op, inputs, masks)
+        alike = _varying_alike(inputs, masks)
         found = _sunk(config, *alike, Sinks(*(z if z is None else marked((z,), alike[0])[0] for z in given)))
     constant = (name not in op.differentiable for name in op.results)
     return op.Results(*(jax.lax.stop_gradient(x) if c else x for x, c in zip(found, constant, strict=True)))
@@ -325,7 +325,7 @@ def forward(config: Config, inputs: _Operands, masks: _Masks) -> Results:
     problem = _check(config, inputs, masks, ())
     operands, masked = _given(op.names, inputs), _given(MASK_ARRAYS, masks)
     like = (*operands.values(), *masked.values())
-    results = {name: _Result(shape, dtype) for name, (shape, dtype) in results_of(problem).items()}
+    results = {name: _Result(shape, dtype) for name, (shape, dtype) in kind_of(problem).results(problem).items()}
     if _nothing(problem):
         found = tuple(jnp.full(x.shape, op.empty[name], x.dtype) for name, x in results.items())
     else:
@@ -342,11 +342,11 @@ def backward(config: Config, wrt: tuple[str, ...], inputs: _Operands, masks: _Ma
     for name in wrt:
         if name not in [task.name for task in op.gradients]:
             raise NotImplementedError(
-                f"{name} is differentiated by, and streamkl_cupy.{op.name} has no gradient by it; pass "
+                f"{name} is differentiated by, but is a constant of streamkl_cupy.{op.name}; pass "
                 f"jax.lax.stop_gradient({name})"
             )
     problem = _check(config, inputs, masks, wrt)
-    shapes = results_of(problem)
+    shapes = kind_of(problem).results(problem)
     read = {spec.name: (x, *shapes[spec.like]) for spec, x in zip(op.saved, saved, strict=True) if x is not None}
     for name, (x, shape, dtype) in read.items():
         if x.shape != shape or x.dtype != dtype:
@@ -388,7 +388,7 @@ def _workspace(size: int) -> tuple[Any, ...]:
 
 def _vmap_method(problem: Problem) -> str:
     """How vmap gets its results: mostly as one larger batch, which packed sequences do not have."""
-    return "sequential" if problem.sequences else "expand_dims"
+    return "sequential" if problem.sequences or not problem.operation.one_batch else "expand_dims"
 
 
 # Inside shard_map, types say along which mesh axes a value varies. A callback's results come without that mark, and a
@@ -396,11 +396,10 @@ def _vmap_method(problem: Problem) -> str:
 # over the devices for an input that they share, is JAX's own.
 
 
-def _varying_alike(op: Op, inputs: _Operands, masks: _Masks) -> tuple[_Operands, _Masks]:
-    names = (*op.names, *MASK_ARRAYS)
-    given = _given(names, (*inputs, *masks))
-    named = dict(zip(given, marked(given.values(), tuple(given.values())), strict=True))
-    alike = tuple(named.get(name) for name in names)
+def _varying_alike(inputs: _Operands, masks: _Masks) -> tuple[_Operands, _Masks]:
+    given = tuple(x for x in (*inputs, *masks) if x is not None)
+    marks = iter(marked(given, given))
+    alike = tuple(None if x is None else next(marks) for x in (*inputs, *masks))
     return alike[: len(inputs)], alike[len(inputs) :]
 
 
@@ -463,14 +462,14 @@ def _filled(kind: Any, names: tuple[str, ...]) -> Callable[[Sequence[Any]], Any]
 @_kept_by_programs
 def _forward_callback(arrangement: _Arrangement, results: tuple[str, ...]) -> Callable[..., None]:
     """Launches a forward."""
-    op, options, rank, operands, _ = arrangement
+    op, options, _, operands, _ = arrangement
     first, count = len(operands), len(results)
     inputs_of, outputs_of = _filled(op.Inputs, operands), _filled(op.Results, results)
 
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
         views, masks = arrangement.views(buffers, results, out[:count])
         stream = ctx.stream if views[0].device.kind == "cuda" else 0
-        for part, seen in _unfold(views, masks, rank - 1, options.layout):
+        for part, seen in _calls(arrangement, views, masks):
             inputs = inputs_of(part)
             ready = prepare(op, inputs, options, seen)
             # vmap may bring other launches than were planned.
@@ -485,7 +484,7 @@ def _forward_callback(arrangement: _Arrangement, results: tuple[str, ...]) -> Ca
 @_kept_by_programs
 def _backward_callback(arrangement: _Arrangement, read: tuple[str, ...], wrt: tuple[str, ...]) -> Callable[..., None]:
     """Launches a backward. `read` names what it reads beside operands and masks, which comes after them."""
-    op, options, rank, operands, _ = arrangement
+    op, options, _, operands, _ = arrangement
     first, count = len(operands), len(wrt)
     last = first + len(read)
     inputs_of, saved_of, outputs_of = _filled(op.Inputs, operands), _filled(op.Saved, read), _filled(op.Gradients, wrt)
@@ -493,7 +492,7 @@ def _backward_callback(arrangement: _Arrangement, read: tuple[str, ...], wrt: tu
     def callback(ctx: Any, out: Sequence[Any], *buffers: Any) -> None:
         views, masks = arrangement.views(buffers, (*read, *wrt), out[:count])
         stream = ctx.stream if views[0].device.kind == "cuda" else 0
-        for part, seen in _unfold(views, masks, rank - 1, options.layout):
+        for part, seen in _calls(arrangement, views, masks):
             inputs = inputs_of(part)
             runner = prepare(op, inputs, options, seen).runner
             # vmap may bring other launches than were planned; what there is serves as far as it goes.
@@ -582,6 +581,13 @@ def _unfold(
         yield part, seen or None
 
 
+def _calls(
+    of: _Arrangement, views: list[arrays.ArrayView], masks: dict[str, arrays.ArrayView]
+) -> Iterable[tuple[list[arrays.ArrayView], arrays.MaskArrays | None]]:
+    """What to launch for these; one at a time where nothing can become a larger batch."""
+    return _unfold(views, masks, of.rank - 1, of.options.layout) if of.op.one_batch else ((views, masks or None),)
+
+
 def _shifted(view: arrays.ArrayView, index: tuple[int, ...], step: tuple[int, ...]) -> arrays.ArrayView:
     """The view that begins at an index of its first axes."""
     offset = sum(i * s for i, s in zip(index, step))
@@ -612,15 +618,17 @@ def _check_masks(config: Config, operands: _Operands, masks: _Masks) -> None:
     known = {name: x for name, x in given.items() if not isinstance(x, jax.core.Tracer)}
     if known and config.platform == "cpu":
         views, seen = _standins(config.op, operands, masks, arrays.CPU)
-        problem = validate.to_problem(config.op, views, config.options, seen)
+        problem = KINDS.get(config.op.name, OF_SIDES).to_problem(config.op, views, config.options, seen)
         rules.check_values(problem, {name: np.asarray(x) for name, x in known.items()})
 
 
 def _standins(
     op: Op, inputs: _Operands, masks: _Masks, device: Device
 ) -> tuple[arrays.Inputs, arrays.MaskArrays | None]:
+    standin = KINDS.get(op.name, OF_SIDES).standin
+
     def seen(names: Iterable[str], found: tuple[Any, ...]) -> dict[str, arrays.ArrayView]:
-        return {name: frameworks.standin(name, x, device) for name, x in _given(names, found).items()}
+        return {name: standin(name, x, device) for name, x in _given(names, found).items()}
 
     views = seen(op.names, inputs)
     return op.Inputs(*map(views.get, op.names)), seen(MASK_ARRAYS, masks) or None
@@ -633,8 +641,8 @@ def _check(config: Config, inputs: _Operands, masks: _Masks, wrt: tuple[str, ...
     on_gpu = config.platform == "gpu"
     device = arrays.cuda(frameworks.current_gpu() or 0) if on_gpu else arrays.CPU
     views, seen = _standins(config.op, inputs, masks, device)
-    problem = validate.to_problem(config.op, views, config.options, seen)
-    validate.gradients_built(problem, wrt)
+    problem: Problem = KINDS.get(config.op.name, OF_SIDES).to_problem(config.op, views, config.options, seen)
+    kind_of(problem).gradients_built(problem, wrt)
     if on_gpu:
         runner_for(problem).warmup(wrt)
     return problem

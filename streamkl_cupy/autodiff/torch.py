@@ -97,12 +97,12 @@ def results(call: Call, written: bool, given: Sinks | None = None) -> tuple[Tens
     return found
 
 
-def there(op: Op, options: Any, found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def there(call: Call, found: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """Results as an operator gives them, with None for those that the call does not have."""
-    always, further = len(op.rows) + len(op.vectors), further_results(op, options)
+    always, further = len(call.op.rows) + len(call.op.vectors), _operators[call.op.name].further(call)
     return (
         *found[:always],
-        *[x if name in further else None for name, x in zip(op.results[always:], found[always:])],
+        *[x if name in further else None for name, x in zip(call.op.results[always:], found[always:])],
     )
 
 
@@ -241,8 +241,14 @@ class _Way(NamedTuple):
 class _Operators:
     """The custom operators of one operation, with all that torch wants to know of them."""
 
-    def __init__(self, op: Op, row_shape: Callable[[Call], Sequence[int]]) -> None:
-        self.op, self.row_shape, self.options, self.table = op, row_shape, OPTIONS[op.name], TABLES[op.name]
+    def __init__(
+        self,
+        op: Op,
+        row_shape: Callable[[Call], Sequence[int]],
+        further: Callable[[Call], dict[str, Sequence[int]]],
+    ) -> None:
+        self.op, self.row_shape, self.further = op, row_shape, further
+        self.options, self.table = OPTIONS[op.name], TABLES[op.name]
         # Options that a tracer may hold as symbols.
         self.symbols = tuple(name for name, row in self.table.items() if row.symbol)
         # Where the arguments of the operators begin that are not operands: arrays of masks, options, and what is beyond
@@ -276,6 +282,8 @@ class _Operators:
         by = {task.name for task in op.gradients}
         self.constants = tuple(i for i, name in enumerate(op.names) if name not in by)
         self.columns = {name: [x.dim for x in op.operands].index(letter) for name, letter in op.vectors}
+        # Operands whose type says that of rows.
+        self.typed = tuple(i for i, x in enumerate(op.operands) if x.elements in ("", *op.sides))
         self.no_second_order = (
             f"streamkl_cupy.{op.name} has first-order gradients only: its backward cannot be differentiated again. "
             f"Drop create_graph=True (or the outer torch.func transform), or compute it densely, by torch's own "
@@ -358,7 +366,8 @@ class _Operators:
             from ..patterns.pattern import pattern_of
 
             pattern = pattern_of(key.numpy().tobytes().hex())
-        options = options._replace(window=window and (window[0], window[1]), block_mask=pattern)
+        if window is not None or key is not None:
+            options = options._replace(window=window and (window[0], window[1]), block_mask=pattern)
         return call._replace(options=options)
 
     def with_numbers(self, options: Any, numbers: Sequence[Any]) -> Any:
@@ -399,7 +408,8 @@ class _Operators:
         *arrays, options, numbers = inputs
         ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i not in self.differentiable])
         ctx.set_materialize_grads(False)
-        rows = there(self.op, options, output)
+        call = Call(self.op, tuple(arrays[: self.at_masks]), options, tuple(arrays[self.at_masks :]))
+        rows = there(call, output)
         saved = self.saved(options, ctx.needs_input_grad[: self.at_masks])
         # Tensors among the options are kept as such.
         key = options.block_mask if isinstance(options.block_mask, Tensor) else None
@@ -451,13 +461,13 @@ class _Operators:
 
     def fake_forward(self, *args: Any) -> tuple[Tensor, ...]:
         call, op = self.call(args), self.op
-        like, shape = call.operands[op.at], tuple(self.row_shape(call))
-        wide = any(x is not None and x.dtype == torch.float64 for x in call.operands)
+        operands = call.operands
+        like, shape = operands[op.at], tuple(self.row_shape(call))
+        wide = any(operands[i] is not None and operands[i].dtype == torch.float64 for i in self.typed)
         dtype = torch.float64 if wide else torch.float32
-        further = further_results(op, call.options)
         rows = {name: like.new_empty(shape, dtype=dtype) for name in op.rows}
-        vectors = {n: like.new_empty((*shape, call.operands[i].shape[-1])) for n, i in self.columns.items()}
-        others = {name: like.new_empty((*shape, *axes), dtype=dtype) for name, axes in further.items()}
+        vectors = {n: like.new_empty((*shape, operands[i].shape[-1])) for n, i in self.columns.items()}
+        others = {name: like.new_empty(x, dtype=dtype) for name, x in self.further(call).items()}
         found = {**rows, **vectors, **others}
         return tuple([found[n] if n in found else like.new_empty(0, dtype=dtype) for n in op.results])
 
@@ -470,11 +480,12 @@ class _Operators:
 
     def forward_of_batches(self, op: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         call, dims = self.call(args), self.call(in_dims)
-        if packed(call):
+        if packed(call) or not self.op.one_batch:
             return _looped(op, info.batch_size, in_dims, args)
         folded = _Fold(info.batch_size, call, dims)
-        found = op(*folded.arguments(call, dims), self.numbers(args))
-        has = [x is not None for x in there(self.op, call.options, found)]
+        arguments = folded.arguments(call, dims)
+        found = op(*arguments, self.numbers(args))
+        has = [x is not None for x in there(self.call(arguments), found)]
         return (
             tuple(folded.unfold(x) if h else x for x, h in zip(found, has)),
             tuple(0 if h else None for h in has),
@@ -484,7 +495,7 @@ class _Operators:
         *rows, wanted = args[: self.before]
         args = args[self.before :]
         call, dims = self.call(args), self.call(in_dims[self.before :])
-        if packed(call):
+        if packed(call) or not self.op.one_batch:
             return _looped(op, info.batch_size, in_dims, (*rows, wanted, *args))
         folded = _Fold(info.batch_size, call, dims)
         saved = [folded.fold(x, d) for x, d in zip(rows, in_dims)]
@@ -501,13 +512,22 @@ def _rows_of_like(call: Call) -> Sequence[int]:
     return shape
 
 
-def register(op: Op, row_shape: Callable[[Call], Sequence[int]] = _rows_of_like) -> None:
+def _further_by_options(call: Call) -> dict[str, Sequence[int]]:
+    rows = tuple(_operators[call.op.name].row_shape(call))
+    return {name: (*rows, *axes) for name, axes in further_results(call.op, call.options).items()}
+
+
+def register(
+    op: Op,
+    row_shape: Callable[[Call], Sequence[int]] = _rows_of_like,
+    further: Callable[[Call], dict[str, Sequence[int]]] = _further_by_options,
+) -> None:
     """Make the custom operators of an operation: `streamkl::<name>_forward` and so on.
 
     `row_shape` says the shape of row results, without reading memory, where it is another than that of the rows of the
-    operand `like`.
+    operand `like`; `further` those of the results that not every call has, where options do not say which it has.
     """
-    _operators[op.name] = _Operators(op, row_shape)
+    _operators[op.name] = _Operators(op, row_shape, further)
 
 
 @functools.lru_cache(maxsize=64)
@@ -523,7 +543,7 @@ def _saved(op: Op, divergence: str, wanted: tuple[bool, ...]) -> tuple[int | Non
         if wanted[i]:
             name = op.names[i]
             raise NotImplementedError(
-                f"{name} requires a gradient, and streamkl_cupy.{op.name} has none by it; pass {name}.detach()"
+                f"{name} requires a gradient, but is a constant of streamkl_cupy.{op.name}; pass {name}.detach()"
             )
     # Where no gradient reads the value, the caller may scale it in place.
     read = not divergence or validate.reads_value(op, divergence, _names(op, wanted))

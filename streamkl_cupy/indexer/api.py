@@ -8,20 +8,21 @@ from typing import Any, TypeAlias, TypeVar
 
 from .. import arrays, frameworks, validate
 from ..advice.signatures import public
-from ..arguments import a_kind_of, choice, integer
-from ..frameworks import framework_of
+from ..arguments import a_kind_of, choice
+from ..call import Call, Ready, SavedArrays, runner_for
 from ..frameworks.base import FRAMEWORKS
 from ..kernels import gpus
 from ..numpy_backend import NumPyPlan
-from ..ops.indexer_kl import LIKE, WRT, IndexWrt
+from ..ops import INDEXER_KL, INDEXER_TARGET
+from ..ops.indexer_kl import WRT, IndexWrt
 from ..options import REDUCTIONS, Layout, Reduction
 from ..problem import Device
 from ..rules import reductions
 from . import problem
-from .call import IndexCall, Ready, Rows
+from .call import call_of, split
 from .losses import IndexLoss, inactive, reduced
 from .plan import IndexerPlan, make_plan
-from .problem import Views
+from .problem import IndexProblem
 from .results import IndexerForward, IndexerGradients
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
 
 AnyPlan: TypeAlias = IndexerPlan | NumPyPlan
 _F = TypeVar("_F", bound=Callable[..., Any])
-_LOSS = IndexLoss._fields
 
 # Said once, read in the help of every function.
 _TEXT = {
@@ -85,7 +85,7 @@ _TEXT = {
     "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
     "ERRORS": """TypeError: wrong kind of array or dtype, arrays of several frameworks, or no index_scale.
         ValueError: shapes or devices that do not fit together, or an unknown option.
-        NotImplementedError: gradients of the teacher, JAX arrays on a GPU, and what else is not built.""",
+        NotImplementedError: gradients of the teacher, and what else is not built; the message lists what is.""",
 }
 
 
@@ -101,27 +101,36 @@ def _outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:
     return outside_programs(run, *args, **own)
 
 
-def _loss(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
-    asked = IndexLoss(**{name: own.pop(name) for name in _LOSS})
+def _is_torchs(x: Any) -> bool:
+    """By ancestors' names, which torch.compile can trace."""
+    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__)
+
+
+def _jax() -> Any:
+    # Imported when JAX arrays come, since it imports JAX.
+    return importlib.import_module(".jax", __package__)
+
+
+def _loss(placed: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
+    asked = IndexLoss(**own)
     _check_loss(asked)
-    like = operands[2]
-    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(like).__mro__):
+    like = placed[INDEXER_KL.at]
+    if _is_torchs(like):
         # A plain import and a plain call: torch.compile can trace these.
         from .torch import loss
 
-        return loss(IndexCall.of(operands, {**given, **own}), asked)
-    call = IndexCall.of(operands, {**given, **own})
-    if framework_of(LIKE, like) == "jax":
-        return importlib.import_module(".jax", __package__).loss(call, asked)
+        return loss(*split(INDEXER_KL, placed, given), asked)
+    call = call_of(INDEXER_KL, placed, given)
+    if frameworks.framework_of(INDEXER_KL.like, like) == "jax":
+        return _jax().loss(call, asked)
     ready = call.ready()
+    view = _like(ready)
     weight = _weight(asked.row_weight, ready)
-    if ready.like.framework not in frameworks.OWN:
-        named = [*call.named.items(), *((("row_weight", asked.row_weight),) if asked.row_weight is not None else ())]
-        FRAMEWORKS[ready.like.framework].check_no_gradient_wanted(named)
-    rows = ready.forward()
-    with frameworks.on_device(ready.like):
-        value = reduced(frameworks.namespace(ready.like), rows, asked._replace(row_weight=weight))
-    return ready.given_back(like, value)
+    if view.framework not in frameworks.OWN:
+        named = [*zip(call.op.names, call.operands), ("row_weight", asked.row_weight)]
+        FRAMEWORKS[view.framework].check_no_gradient_wanted([(n, x) for n, x in named if x is not None])
+    value = _reduced(ready, tuple(ready.forward()), asked._replace(row_weight=weight))
+    return frameworks.given_back(view, like, value)
 
 
 def _check_loss(asked: IndexLoss) -> None:
@@ -131,22 +140,37 @@ def _check_loss(asked: IndexLoss) -> None:
         raise TypeError(f"return_stats={asked.return_stats!r} is {a_kind_of(asked.return_stats)}; allowed are booleans")
 
 
+def _like(ready: Ready) -> Any:
+    """The view whose framework, device and stream are the call's."""
+    return ready.inputs[ready.checked.at]
+
+
 def _weight(weight: Any, ready: Ready) -> Any:
     if weight is None:
         return None
-    return validate.row_weight(weight, ready.problem.row_shape, ready.like)
+    return validate.row_weight(weight, ready.checked.row_shape, _like(ready))
 
 
-def _forward(operands: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
-    call = IndexCall.of(operands, {**given, **own})
+def _reduced(ready: Ready, rows: tuple[Any, ...], asked: IndexLoss) -> Any:
+    """Views of rows as they were asked for."""
+    view, lse = _like(ready), ready.inputs.teacher_lse
+    found = tuple(None if x is None else x.array for x in rows)
+    with frameworks.on_device(view):
+        return reduced(frameworks.namespace(view), found, None if lse is None else lse.array, asked)
+
+
+def _forward(placed: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    call = call_of(INDEXER_KL, placed, given)
     ready = call.ready()
-    rows = ready.forward()
-    with frameworks.on_device(ready.like):
-        value = reduced(frameworks.namespace(ready.like), rows, IndexLoss(return_stats=True))
-    return ready.given_back(call.like, value)
+    view = _like(ready)
+    if view.framework == "jax":
+        return _jax().forward(call)
+    stats = _reduced(ready, tuple(ready.forward()), IndexLoss(return_stats=True))
+    return frameworks.given_back(view, call.operands[call.op.at], stats)
 
 
-def _saved(saved: Any, index_lse: Any, target_sum: Any, teacher_lse: Any) -> Rows:
+def _saved(saved: Any, index_lse: Any, target_sum: Any) -> tuple[Any, Any, Any]:
+    """What a forward saved, given as a whole or part by part."""
     if saved is None:
         missing = [name for name, x in (("index_lse", index_lse), ("target_sum", target_sum)) if x is None]
         if missing:
@@ -154,46 +178,60 @@ def _saved(saved: Any, index_lse: Any, target_sum: Any, teacher_lse: Any) -> Row
                 f"{' and '.join(missing)} came neither in saved= nor alone; pass saved=forward, the whole result of "
                 f"indexer_kl_forward(...) on the same inputs"
             )
-        return Rows(None, index_lse, target_sum, teacher_lse)
+        return index_lse, target_sum, None
     for name, x in (("index_lse", index_lse), ("target_sum", target_sum)):
         if x is not None:
             raise TypeError(f"saved came together with {name}, which it holds already; pass one of them")
     if not all(hasattr(saved, name) for name in ("index_lse", "target_sum", "teacher_lse")):
         raise TypeError(f"saved is {a_kind_of(saved)}; allowed is what indexer_kl_forward returns, whole")
-    return Rows(None, saved.index_lse, saved.target_sum, saved.teacher_lse if teacher_lse is None else teacher_lse)
+    return saved.index_lse, saved.target_sum, saved.teacher_lse
 
 
 def _backward(
-    arguments: tuple[Any, ...],
-    given: dict[str, Any],
-    *,
-    saved: Any,
-    index_lse: Any,
-    target_sum: Any,
-    wrt: Any,
-    **own: Any,
+    arguments: tuple[Any, ...], given: dict[str, Any], *, saved: Any, index_lse: Any, target_sum: Any, wrt: Any
 ) -> Any:
-    grad, *operands = arguments
-    rows = _saved(saved, index_lse, target_sum, own["teacher_lse"])
+    grad, *placed = arguments
+    index_lse, target_sum, lse = _saved(saved, index_lse, target_sum)
     wrt = problem.wanted(wrt)
-    call = IndexCall.of(tuple(operands), {**given, **own})
+    call = call_of(INDEXER_KL, tuple(placed), given)
     _check_wanted(call, wrt)
-    ready = call.ready()
-    return ready.given_back(call.like, IndexerGradients(**ready.backward(grad, rows, wrt)))
+    teacher_q, given_lse = (call.operands[call.op.names.index(name)] for name in ("teacher_q", "teacher_lse"))
+    if teacher_q is not None and given_lse is None and lse is None:
+        raise TypeError("teacher_lse is missing; pass that of the forward")
+    read = (grad, index_lse, target_sum, lse if teacher_q is not None and given_lse is None else None)
+    ready = call.ready(SavedArrays(read))
+    ready.checked.backward_bytes(wrt)
+    view = _like(ready)
+    if view.framework == "jax":
+        return _jax().backward(call, read, wrt)
+    return frameworks.given_back(view, call.operands[call.op.at], _gradients(ready.backward(wrt)))
 
 
-def _check_wanted(call: IndexCall, wrt: tuple[str, ...]) -> None:
+def _gradients(found: tuple[Any, ...]) -> IndexerGradients:
+    """Those of all operands, of those that can be differentiated by."""
+    named = dict(zip(INDEXER_KL.names, found, strict=True))
+    return IndexerGradients(*(named[name] for name in WRT))
+
+
+def _check_wanted(call: Call, wrt: tuple[str, ...]) -> None:
     for name in wrt:
-        if name not in call.named:
+        if call.operands[call.op.names.index(name)] is None:
             raise ValueError(f"wrt names {name!r}, but it is None; leave it out of wrt, or pass it")
 
 
+def _wanted(call: Call, wrt: Any) -> tuple[str, ...]:
+    """Checked names, or those of all that came."""
+    came = tuple(name for name in WRT if call.operands[call.op.names.index(name)] is not None)
+    names: tuple[str, ...] = came if wrt is None else problem.wanted(wrt)
+    _check_wanted(call, names)
+    return names
+
+
 def _value_and_grad(
-    operands: tuple[Any, ...], given: dict[str, Any], *, row_weight: Any, reduction: str, wrt: Any, **own: Any
+    placed: tuple[Any, ...], given: dict[str, Any], *, row_weight: Any, reduction: str, wrt: Any
 ) -> Any:
-    call = IndexCall.of(operands, {**given, **own})
-    wrt = problem.wanted(wrt) if wrt is not None else tuple(name for name in WRT if name in call.named)
-    _check_wanted(call, wrt)
+    call = call_of(INDEXER_KL, placed, given)
+    wrt = _wanted(call, wrt)
     choice("reduction", reduction, REDUCTIONS)
     if reduction == "none":
         raise ValueError(
@@ -201,64 +239,58 @@ def _value_and_grad(
             "call indexer_kl_forward and indexer_kl_backward"
         )
     ready = call.ready()
+    ready.checked.backward_bytes(wrt)
+    view, like = _like(ready), call.operands[call.op.at]
     weight = _weight(row_weight, ready)
     if weight is not None:
-        weight = FRAMEWORKS[ready.like.framework].detached(weight)
-    rows, xp = ready.forward(), frameworks.namespace(ready.like)
-    with frameworks.on_device(ready.like):
-        value, share = reductions.value_and_gradient(xp, rows.kl, inactive(xp, rows.target_sum), weight, reduction)
-        grad = reductions.spread(xp, value, share, ready.problem.row_shape)
-    grads = IndexerGradients(**ready.gradients(grad, rows, wrt))
-    return ready.given_back(call.like, value), ready.given_back(call.like, grads)
+        weight = FRAMEWORKS[view.framework].detached(weight)
+    if view.framework == "jax":
+        return _jax().value_and_grad(call, weight, reduction, wrt)
+    rows, xp = ready.forward(), frameworks.namespace(view)
+    with frameworks.on_device(view):
+        marks = inactive(xp, rows.target_sum.array)
+        value, share = reductions.value_and_gradient(xp, rows.kl.array, marks, weight, reduction)
+        grad = reductions.spread(xp, value, share, ready.checked.row_shape)
+    saved = call.op.Saved(frameworks.describe("grad", grad), rows.index_lse, rows.target_sum, rows.made_lse)
+    grads = _gradients(ready._replace(saved=saved).backward(wrt))
+    return frameworks.given_back(view, like, value), frameworks.given_back(view, like, grads)
 
 
-def _target(operands: tuple[Any, ...], given: dict[str, Any], *, rows: Any, **own: Any) -> Any:
-    teacher_q, teacher_k = operands
-    call = IndexCall.of((), {**given, **own, "teacher_q": teacher_q, "teacher_k": teacher_k, "index_scale": 1.0})
-    for name, x in (("teacher_q", teacher_q), ("teacher_k", teacher_k)):
-        if x is None:
-            raise TypeError(f"{name} is None, not an array; it is needed in every call")
+def _target(placed: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    call = call_of(INDEXER_TARGET, placed, given)
     ready = call.ready()
-    if rows is not None:
-        if not isinstance(rows, (tuple, list)) or len(rows) != 2:
-            raise TypeError(f"rows is {a_kind_of(rows)}; allowed is a pair (first, end) of query rows")
-        first, end = (integer("rows", x) for x in rows)
-        if not 0 <= first <= end <= ready.problem["M"]:
-            raise ValueError(f"rows=({first}, {end}); allowed are rows of the {ready.problem['M']} that there are")
-        rows = first, end
-    return ready.given_back(call.like, ready.target(rows))
+    view = _like(ready)
+    if view.framework == "jax":
+        return _jax().target(call)
+    return frameworks.given_back(view, call.operands[call.op.at], ready.forward().target.array)
 
 
-def _plan(operands: tuple[Any, ...], given: dict[str, Any], *, wrt: Any, arch: str | None, **own: Any) -> AnyPlan:
-    call, views, wrt = _asked(operands, {**given, **own}, wrt, None if arch is None else arrays.cuda(0))
-    ready = Ready(views, problem.to_problem(views, call.options))
-    if ready.like.device.kind == "cpu":
-        return ready.plan
-    facts = gpus.device_facts(ready.like.device.index) if arch is None else gpus.facts_for_arch(arch)
-    return make_plan(ready.problem, views, facts, wrt)
+def _plan(placed: tuple[Any, ...], given: dict[str, Any], *, wrt: Any, arch: str | None) -> AnyPlan:
+    asked, wrt = _asked(placed, given, wrt, None if arch is None else arrays.cuda(0))
+    if asked.device.kind == "cpu":
+        found: AnyPlan = runner_for(asked).plan  # type: ignore[arg-type]
+        return found
+    facts = gpus.device_facts(asked.device.index) if arch is None else gpus.facts_for_arch(arch)
+    return make_plan(asked, facts, wrt)
 
 
-def _warmup(operands: tuple[Any, ...], given: dict[str, Any], *, wrt: Any, **own: Any) -> None:
-    call, views, wrt = _asked(operands, {**given, **own}, wrt, None)
-    ready = Ready(views, problem.to_problem(views, call.options))
-    device = ready.like.device
-    if device.kind == "cuda":
-        from .cuda import warmup
-
-        warmup(make_plan(ready.problem, views, gpus.device_facts(device.index), wrt), device.index)
+def _warmup(placed: tuple[Any, ...], given: dict[str, Any], *, wrt: Any) -> None:
+    asked, wrt = _asked(placed, given, wrt, None)
+    runner_for(asked).warmup(wrt)  # type: ignore[arg-type]
 
 
 def _asked(
-    operands: tuple[Any, ...], given: dict[str, Any], wrt: Any, device: Device | None
-) -> tuple[IndexCall, Views, tuple[str, ...]]:
+    placed: tuple[Any, ...], given: dict[str, Any], wrt: Any, device: Device | None
+) -> tuple[IndexProblem, tuple[str, ...]]:
     """What arrays or stand-ins ask for, with the gradients that are meant."""
-    call = IndexCall.of(operands, given)
-    wrt = problem.wanted(wrt) if wrt is not None else tuple(name for name in WRT if name in call.named)
-    _check_wanted(call, wrt)
-    return call, call.outline(device), wrt
+    call = call_of(INDEXER_KL, placed, given)
+    wrt = _wanted(call, wrt)
+    asked: Any = call.problem(device)
+    problem.gradients_built(asked, wrt)
+    return asked, wrt
 
 
-@public(_loss)
+@public(_loss, op=INDEXER_KL)
 @_documented
 def indexer_kl(
     teacher_q: Any,
@@ -336,7 +368,7 @@ def indexer_kl(
     """
 
 
-@public(_forward, outside_programs=_outside_programs)
+@public(_forward, outside_programs=_outside_programs, op=INDEXER_KL)
 @_documented
 def indexer_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
@@ -399,6 +431,7 @@ def indexer_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     _backward,
     "What the forward saved goes by name: saved=forward, the whole result of indexer_kl_forward(...)",
     outside_programs=_outside_programs,
+    op=INDEXER_KL,
 )
 @_documented
 def indexer_kl_backward(  # type: ignore[empty-body]  # as are all: see @public
@@ -476,7 +509,7 @@ def indexer_kl_backward(  # type: ignore[empty-body]  # as are all: see @public
     """
 
 
-@public(_value_and_grad, outside_programs=_outside_programs)
+@public(_value_and_grad, outside_programs=_outside_programs, op=INDEXER_KL)
 @_documented
 def indexer_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
@@ -541,7 +574,7 @@ def indexer_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see @p
     """
 
 
-@public(_target, outside_programs=_outside_programs)
+@public(_target, outside_programs=_outside_programs, op=INDEXER_TARGET)
 @_documented
 def indexer_target(
     teacher_q: Any,
@@ -594,7 +627,7 @@ def indexer_target(
     """
 
 
-@public(_plan)
+@public(_plan, op=INDEXER_KL)
 @_documented
 def indexer_kl_plan(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
@@ -658,7 +691,7 @@ def indexer_kl_plan(  # type: ignore[empty-body]  # as are all: see @public
     """
 
 
-@public(_warmup)
+@public(_warmup, op=INDEXER_KL)
 @_documented
 def indexer_kl_warmup(
     teacher_q: Any,

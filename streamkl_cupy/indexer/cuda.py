@@ -9,22 +9,113 @@ GPU alone, so equal calls have equal bits.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
-from .. import frameworks
-from ..arrays import ArrayView
+from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved
 from ..compiler.nvrtc import import_cupy, load
-from ..errors import CaptureError
 from ..kernels import indexer_bits, indexer_join, indexer_pack, indexer_rows, indexer_scan, indexer_sum
 from ..kernels.gpus import device_facts
 from ..kernels.indexer import GRID, IndexerKernel
 from ..kernels.structs import Struct, Value
-from ..launch import in_context
+from ..launch import Command, Packed, address_of, in_context, refuse_in_capture
+from ..problem import compact_strides
 from ..rules.scores.interface import LOG2E
-from .plan import LINE, IndexerPlan, letters, make_plan, total
+from .plan import LINE, IndexerPlan, letters, make_plan
 from .problem import IndexProblem, Views
+
+
+class Runner:
+    """An IndexProblem made ready for one GPU. Thread-safe: calls share nothing that they change."""
+
+    def __init__(self, problem: IndexProblem) -> None:
+        self.problem = problem
+        self.index = problem.device.index
+        self.facts = device_facts(self.index)
+        self.launch = import_cupy().cuda.driver.launchKernel
+        self.runtime = import_cupy().cuda.runtime
+        self._plans: dict[tuple[str, ...], IndexerPlan] = {}
+        self._handles: dict[IndexerKernel, int] = {}
+        self._forwards, self._backwards = Packed(), Packed()
+
+    @property
+    def plan(self) -> IndexerPlan:
+        """What a forward runs."""
+        return self.plan_for(())
+
+    def plan_for(self, wrt: tuple[str, ...]) -> IndexerPlan:
+        """The same with the gradients `wrt`."""
+        return self._plans.get(wrt) or self._plans.setdefault(wrt, make_plan(self.problem, self.facts, wrt))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of a forward."""
+        return self.plan.workspace_bytes
+
+    def backward_bytes(self, wrt: tuple[str, ...]) -> int:
+        """Bytes of workspace for these gradients."""
+        return self.plan_for(wrt).backward_bytes
+
+    def warmup(self, wrt: tuple[str, ...] = ()) -> None:
+        """Compile and load all kernels of a plan."""
+        plan = self.plan_for(wrt)
+        with in_context(self.index):
+            for kernel in dict.fromkeys((*plan.forward, *plan.backward)):
+                self.loaded(kernel, None)
+
+    def forward(
+        self, inputs: Inputs, outputs: Results, stream: int, workspace: int = 0, masks: MaskArrays | None = None
+    ) -> None:
+        """Launch the forward; every element of the outputs is written."""
+        key = (tuple(map(address_of, inputs)), workspace, tuple(map(address_of, outputs)))
+        with in_context(self.index):
+            commands = self._forwards.get(key)
+            if commands is None:
+                call = _Call(self, inputs, stream, workspace, self.workspace_bytes)
+                request = call.target if self.problem.operation.rows == ("target",) else call.forward
+                commands = self._forwards.keep(key, request(outputs))
+            _run(commands, stream)
+
+    def backward(
+        self,
+        inputs: Inputs,
+        saved: Saved,
+        outputs: Gradients,
+        stream: int,
+        workspace: int = 0,
+        masks: MaskArrays | None = None,
+        room: int | None = None,
+    ) -> None:
+        """Launch the gradients that `outputs` has room for; every element of them is written."""
+        key = (
+            tuple(map(address_of, inputs)),
+            workspace,
+            tuple(map(address_of, outputs)),
+            tuple([None if x is None else (x.ptr, x.strides) for x in saved]),
+        )
+        with in_context(self.index):
+            commands = self._backwards.get(key)
+            if commands is None:
+                wrt = tuple(name for name, out in zip(outputs._fields, outputs) if out is not None)
+                call = _Call(self, inputs, stream, workspace, self.backward_bytes(wrt))
+                commands = self._backwards.keep(key, call.backward(saved, outputs, self.plan_for(wrt)))
+            _run(commands, stream)
+
+    def loaded(self, kernel: IndexerKernel, stream: int | None) -> int:
+        """The handle; `stream`, unless None, is where the kernel is about to run."""
+        handle = self._handles.get(kernel)
+        if handle is None:
+            if stream is not None:
+                refuse_in_capture(stream, kernel.name, "indexer_kl_warmup")
+            loaded = load(kernel.text, kernel.symbol, kernel.arch(self.facts), smem_bytes=kernel.smem_bytes)
+            handle = self._handles[kernel] = loaded.handle
+        return handle
+
+
+def _run(commands: Iterable[Command], stream: int) -> None:
+    for function, first, last, _ in commands:
+        function(*first, stream, *last)
 
 
 class _Place(NamedTuple):
@@ -44,47 +135,35 @@ def _tensor(name: str, view: ArrayView | None, problem: IndexProblem, axes: str)
     return found | {f"{name}.pointer": view.ptr}
 
 
-class CudaRun:
-    """A call with its arrays on a GPU."""
+class _Call:
+    """What a call with its arrays runs, in order."""
 
-    def __init__(self, problem: IndexProblem, views: Views, like: ArrayView) -> None:
-        self.problem, self.views, self.like = problem, views, like
-        self.index = like.device.index
-        self.facts = device_facts(self.index)
-        self.plan = make_plan(problem, views, self.facts)
+    def __init__(self, runner: Runner, inputs: Inputs, stream: int, workspace: int, room: int) -> None:
+        if room and not workspace:
+            raise ValueError(f"workspace: got none; this call needs {room} bytes")
+        self.runner, self.problem, self.stream, self.workspace = runner, runner.problem, stream, workspace
+        self.views: Views = {view.name: view for view in inputs if view is not None}
+        self.facts, self.plan = runner.facts, runner.plan
         self.cut, self.shape, self.sizes = self.plan.cut, self.plan.shape, self.plan.sizes
-        self.stream = frameworks.stream_of(like)
-        self._launch = import_cupy().cuda.driver.launchKernel
-        self._held: list[Any] = []
+        self.commands: list[Command] = []
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Around all launches of a call; memory of guests is kept until these are done."""
-        with in_context(self.index):
-            yield
-        if self.like.framework not in frameworks.OWN:
-            frameworks.hold((*self.views.values(), *self._held))
-
-    def forward(
-        self, kl: ArrayView, index_lse: ArrayView, target_sum: ArrayView, teacher_lse: ArrayView | None
-    ) -> None:
-        """Launch into these; and into the teacher's log-sum-exps where none were given."""
+    def forward(self, out: Results) -> list[Command]:
+        """Into these; and into the teacher's log-sum-exps where none were given."""
         p = self.problem
-        lse = self.views.get("teacher_lse") if teacher_lse is None else teacher_lse
-        room = self._room(self.plan.forward_regions(teacher_lse is not None))
+        room = self._room(self.plan.forward_regions(self.plan.makes_lse))
         score, join = self.plan.score("rows"), indexer_join.plan(lse=False)
-        with self.current():
-            args, rows = self._rows(room)
-            if teacher_lse is not None:
-                self._make_lse(args, rows, room, teacher_lse)
-            self._pack(room, lse, {})
-            args |= {"states": room["states"].address}
-            for tiles in self._tiles(self.plan.bit_tiles):
-                here = args | self._bits(rows, room, tiles)
-                self._run(score, (len(tiles) * self.cut.splits, p["B"] * p.groups), here)
-            args |= _tensor("out_value", kl, p, "BGM") | _tensor("out_mass", target_sum, p, "BGM")
-            args |= _tensor("out_lse", index_lse, p, "BGM")
-            self._run(join, (-(-p["M"] // join.threads), p["B"] * p.groups), args)
+        args, rows = self._rows(room)
+        if self.plan.makes_lse:
+            self._make_lse(args, rows, room, out.made_lse)
+        self._pack(room, out.made_lse if self.plan.makes_lse else self.views.get("teacher_lse"), {})
+        args |= {"states": room["states"].address}
+        for tiles in self._tiles(self.plan.bit_tiles):
+            here = args | self._bits(rows, room, tiles)
+            self._run(score, (len(tiles) * self.cut.splits, p["B"] * p.groups), here)
+        args |= _tensor("out_value", out.kl, p, "BGM") | _tensor("out_mass", out.target_sum, p, "BGM")
+        args |= _tensor("out_lse", out.index_lse, p, "BGM")
+        self._run(join, (-(-p["M"] // join.threads), p["B"] * p.groups), args)
+        return self.commands
 
     def _make_lse(
         self, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, _Place], out: ArrayView
@@ -103,75 +182,68 @@ class CudaRun:
         for first in range(0, self.cut.grid_tiles, max(step, 1)):
             yield range(first, min(first + step, self.cut.grid_tiles))
 
-    def target(self, out: ArrayView, first_row: int, end_row: int) -> None:
-        """Launch into (B, G, R, N) of R rows, which are 0 already."""
-        p, lse = self.problem, self.views.get("teacher_lse")
-        made = None
-        if lse is None:
-            made = frameworks.empty(self.like, p.shape("BHM"), "float32")._replace(name="teacher_lse")
-        room = self._room(self.plan.forward_regions(made is not None))
+    def target(self, outputs: Results) -> list[Command]:
+        """Into (B, G, R, N) of R rows."""
+        p, lse, out = self.problem, self.views.get("teacher_lse"), outputs.target
+        first_row, end_row = p.rows or (0, p["M"])
+        room = self._room(self.plan.forward_regions(self.plan.makes_lse))
         first, end = first_row // GRID, -(-end_row // GRID)
-        with self.current():
-            args, rows = self._rows(room)
-            if made is not None:
-                self._make_lse(args, rows, room, made)
-            self._pack(room, lse if made is None else made, {})
-            fields = _tensor("target", out, p, "BGMN")
-            # Kernels count rows from the first of the call.
-            fields["target.pointer"] = (out.ptr - 4 * letters(out, p, "BGMN").get("M", 0) * first_row) % 2**64
-            args |= fields | {"first_row": first_row, "end_row": end_row}
-            for tiles in self._tiles(self.plan.bit_tiles):
-                some = range(max(tiles.start, first), min(tiles.stop, end))
-                if some:
-                    here = args | self._bits(rows, room, some)
-                    grid = len(some) * self.cut.splits, p["B"] * p.groups
-                    self._run(self.plan.score("target"), grid, here)
+        self._clear(_Place(out.ptr, 4 * prod(out.shape)))
+        args, rows = self._rows(room)
+        if self.plan.makes_lse:
+            shape = p.shape("BHM")
+            made = (room["made_lse"].address, None)
+            lse = ArrayView("teacher_lse", "", p.device, "float32", shape, compact_strides(shape), *made)
+            self._make_lse(args, rows, room, lse)
+        self._pack(room, lse, {})
+        fields = _tensor("target", out, p, "BGMN")
+        # Kernels count rows from the first of the call.
+        fields["target.pointer"] = (out.ptr - 4 * letters(out, p, "BGMN").get("M", 0) * first_row) % 2**64
+        args |= fields | {"first_row": first_row, "end_row": end_row}
+        for tiles in self._tiles(self.plan.bit_tiles):
+            some = range(max(tiles.start, first), min(tiles.stop, end))
+            if some:
+                here = args | self._bits(rows, room, some)
+                grid = len(some) * self.cut.splits, p["B"] * p.groups
+                self._run(self.plan.score("target"), grid, here)
+        return self.commands
 
-    def backward(
-        self,
-        saved: Mapping[str, ArrayView],
-        teacher_lse: ArrayView | None,
-        out: Mapping[str, ArrayView],
-    ) -> None:
-        """Launch the gradients that are wanted, strip by strip."""
+    def backward(self, saved: Saved, out: Gradients, plan: IndexerPlan) -> list[Command]:
+        """The gradients that there is room for, strip by strip."""
         p, n, c = self.problem, self.sizes, self.cut
-        plan = make_plan(p, self.views, self.facts, tuple(out))
-        room = self._room(plan.backward_regions(out))
+        room = self._room(plan.backward_regions(plan.wrt))
         entries, keys, strip_rows = p["B"] * p.groups, -(-p["N"] // GRID) * GRID, c.strip_tiles * GRID
         score, scan = plan.score("strip"), indexer_scan.plan(self.shape)
-        query = plan.query if plan.by_query(out) else None
-        key = plan.key if "index_k" in out else None
-        with self.current():
-            self._clear(room["broken"])
-            args, rows = self._rows(room)
-            self._pack(room, teacher_lse, saved)
-            regions = ("row_stats", "strip", "key_sums", "broken")
-            args |= {name: room[name].address for name in regions}
-            args |= _tensor("out_q", out.get("index_q"), p, "BIMD")
-            args |= _tensor("out_weights", out.get("index_weights"), p, "BIM")
-            args |= _tensor("out_k", out.get("index_k"), p, "BJND")
-            args |= {"strip_rows": strip_rows, "strip_pitch": keys, "splits": c.strip_splits, "shares": c.shares}
-            self._run(scan, (4 * self.facts.multiprocessors, 1), args)
-            for tiles in self._tiles(c.strip_tiles):
-                here = args | self._bits(rows, room, tiles)
-                self._run(score, (len(tiles) * c.strip_splits, entries), here)
-                if query is not None:
-                    self._run(query, (len(tiles), p["B"] * n["I"]), here)
-                if key is not None:
-                    self._run(key, (keys // GRID, p["B"] * n["J"], c.shares), here)
+        query = plan.query if plan.by_query(plan.wrt) else None
+        key = plan.key if "index_k" in plan.wrt else None
+        self._clear(room["broken"])
+        args, rows = self._rows(room)
+        lse = self.views.get("teacher_lse") if saved.made_lse is None else saved.made_lse
+        self._pack(room, lse, {"grad": saved.grad, "index_lse": saved.index_lse, "target_sum": saved.target_sum})
+        regions = ("row_stats", "strip", "key_sums", "broken")
+        args |= {name: room[name].address for name in regions}
+        args |= _tensor("out_q", out.index_q, p, "BIMD")
+        args |= _tensor("out_weights", out.index_weights, p, "BIM")
+        args |= _tensor("out_k", out.index_k, p, "BJND")
+        args |= {"strip_rows": strip_rows, "strip_pitch": keys, "splits": c.strip_splits, "shares": c.shares}
+        self._run(scan, (4 * self.facts.multiprocessors, 1), args)
+        for tiles in self._tiles(c.strip_tiles):
+            here = args | self._bits(rows, room, tiles)
+            self._run(score, (len(tiles) * c.strip_splits, entries), here)
+            if query is not None:
+                self._run(query, (len(tiles), p["B"] * n["I"]), here)
             if key is not None:
-                last = indexer_sum.plan(self.shape)
-                if c.grid_tiles == 0:
-                    import_cupy().cuda.runtime.memsetAsync(
-                        room["key_sums"].address, 0, room["key_sums"].bytes, self.stream
-                    )
-                self._run(last, (-(-p["N"] * n["D"] // last.threads), p["B"] * n["J"]), args)
+                self._run(key, (keys // GRID, p["B"] * n["J"], c.shares), here)
+        if key is not None:
+            last = indexer_sum.plan(self.shape)
+            if c.grid_tiles == 0:
+                self._clear(room["key_sums"])
+            self._run(last, (-(-p["N"] * n["D"] // last.threads), p["B"] * n["J"]), args)
+        return self.commands
 
     def _room(self, regions: dict[str, int]) -> dict[str, _Place]:
-        """Memory of the caller's framework, cut into regions."""
-        memory = frameworks.empty(self.like, (total(regions) // 4,), "float32")
-        self._held.append(memory)
-        found, address = {}, -(-memory.ptr // LINE) * LINE
+        """The workspace, cut into regions."""
+        found, address = {}, -(-self.workspace // LINE) * LINE
         for name, size in regions.items():
             found[name] = _Place(address, size)
             address += -(-size // LINE) * LINE
@@ -307,44 +379,21 @@ class CudaRun:
         )
 
     def _clear(self, place: _Place) -> None:
-        import_cupy().cuda.runtime.memsetAsync(place.address, 0, place.bytes, self.stream)
+        self.commands.append(Command(self.runner.runtime.memsetAsync, (place.address, 0, place.bytes)))
 
     def _run(self, kernel: IndexerKernel, grid: tuple[int, ...], values: Mapping[str, Value]) -> None:
         """Launch a kernel; one that has nothing to do is left out."""
         if 0 in grid:
             return
-        handle = _loaded(kernel, kernel.arch(self.facts), self.index, self.stream)
+        handle = self.runner.loaded(kernel, self.stream)
         packed = _packed(kernel.args, values)
         parameters = ctypes.c_void_p(ctypes.addressof(packed))
         x, y, z = (*grid, 1, 1)[:3]
         shape = (x, y, z, kernel.threads, 1, 1, kernel.smem_bytes)
-        self._launch(handle, *shape, self.stream, ctypes.addressof(parameters), 0)
+        last = (ctypes.addressof(parameters), 0)
+        self.commands.append(Command(self.runner.launch, (handle, *shape), last, (packed, parameters)))
 
 
 def _packed(args: Struct, values: Mapping[str, Value]) -> Any:
     data = args.pack({name: value for name, value in values.items() if name in args})
     return (ctypes.c_char * len(data)).from_buffer_copy(data)
-
-
-_handles: dict[tuple[IndexerKernel, int], int] = {}
-
-
-def _loaded(kernel: IndexerKernel, arch: str, index: int, stream: int | None) -> int:
-    """The handle; `stream`, unless None, is where the kernel is about to run."""
-    handle = _handles.get((kernel, index))
-    if handle is None:
-        if stream is not None and import_cupy().cuda.runtime.streamIsCapturing(stream):
-            raise CaptureError(
-                f"the {kernel.name} kernel of this call is not loaded, and loading cannot be captured into a CUDA "
-                "graph: call streamkl_cupy.indexer_kl_warmup(...) with the same arrays and options before the capture"
-            )
-        loaded = load(kernel.text, kernel.symbol, arch, smem_bytes=kernel.smem_bytes)
-        handle = _handles[kernel, index] = loaded.handle
-    return handle
-
-
-def warmup(plan: IndexerPlan, index: int) -> None:
-    """Compile and load all kernels of a plan."""
-    with in_context(index):
-        for kernel in dict.fromkeys((*plan.forward, *plan.backward)):
-            _loaded(kernel, kernel.arch(plan.facts), index, None)

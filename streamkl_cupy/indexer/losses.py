@@ -22,9 +22,10 @@ def inactive(xp: Any, target_sum: Any) -> Any:
     return xp.where(target_sum == 0, -xp.inf, xp.zeros_like(target_sum))
 
 
-def reduced(xp: Any, rows: tuple[Any, ...], asked: IndexLoss) -> Any:
-    """The rows kl, index_lse, target_sum and teacher_lse as they were asked for."""
-    kl, index_lse, target_sum, teacher_lse = rows
+def reduced(xp: Any, rows: tuple[Any, ...], given_lse: Any, asked: IndexLoss) -> Any:
+    """The results of a forward as they were asked for, with the teacher's log-sum-exps, made or given."""
+    kl, index_lse, target_sum, made_lse = rows
+    teacher_lse = given_lse if made_lse is None else made_lse
     marks = inactive(xp, target_sum)
     value = kl
     if asked.row_weight is not None or asked.reduction != "none":

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import prod
 from typing import NamedTuple
 
 from ..arrays import ITEMSIZE, ArrayView
@@ -24,7 +25,7 @@ from ..kernels import (
 )
 from ..kernels.gpus import DeviceFacts
 from ..kernels.indexer import GRID, IndexerKernel, IndexerShape
-from .problem import IndexProblem, Views, callers_axes
+from .problem import IndexProblem, callers_axes
 
 STRIP_BYTES = 32 << 20
 """Of gradients of logits at a time: they are read once for every head, and should stay in the L2 cache."""
@@ -51,8 +52,9 @@ class Cut(NamedTuple):
     """Blocks over which the rows of a key tile go."""
 
 
-def shape_of(problem: IndexProblem, views: Views) -> IndexerShape:
+def shape_of(problem: IndexProblem) -> IndexerShape:
     """What kernels are compiled for."""
+    views = problem.views
     vectors = {"TQ": "teacher_q", "TK": "teacher_k", "RQ": "teacher_q_rope", "RK": "teacher_k_rope", "SQ": "index_q"}
     vectors["SK"] = "index_k"
     index = views.get("index_q")
@@ -125,7 +127,7 @@ class IndexerPlan:
     @property
     def makes_lse(self) -> bool:
         """Whether a forward makes the teacher's log-sum-exps."""
-        return "teacher_q" in self.problem.given and "teacher_lse" not in self.problem.given
+        return self.problem.makes_lse
 
     def score(self, ending: indexer_score_sm80.Ending) -> IndexerKernel:
         """The kernel of score tiles."""
@@ -149,9 +151,11 @@ class IndexerPlan:
 
     @property
     def forward(self) -> tuple[IndexerKernel, ...]:
-        """All kernels of a forward."""
+        """All kernels of a forward, or of a target."""
         join = (indexer_join.plan(lse=True),) if self.cut.lse_splits > 1 else ()
         lse = (self.score("lse"), *join) if self.makes_lse else ()
+        if self.problem.operation.rows == ("target",):
+            return (*self.rows, *lse, self.score("target"))
         return (*self.rows, *lse, self.score("rows"), indexer_join.plan(lse=False))
 
     @property
@@ -200,7 +204,8 @@ class IndexerPlan:
         p, c = self.problem, self.cut
         lse = c.lse_splits * self.sizes["H"] if makes_lse and c.lse_splits > 1 else 0
         states = 16 * max(c.splits * p.groups, lse) * p["M"] * p["B"]
-        return {**self.row_regions(self.bit_tiles), "states": states}
+        made = {} if "made_lse" in p.operation.ruled_rows or not makes_lse else {"made_lse": 4 * prod(p.shape("BHM"))}
+        return {**self.row_regions(self.bit_tiles), "states": states, **made}
 
     def backward_regions(self, wrt: Collection[str]) -> dict[str, int]:
         """Bytes of the regions of a backward's workspace."""
@@ -248,11 +253,12 @@ def total(regions: dict[str, int]) -> int:
     return sum(-(-size // LINE) * LINE for size in regions.values()) + 4 * LINE
 
 
-def make_plan(problem: IndexProblem, views: Views, facts: DeviceFacts, wrt: tuple[str, ...] = ()) -> IndexerPlan:
-    """How a call with these arrays runs on a GPU.
+@lru_cache(maxsize=256)
+def make_plan(problem: IndexProblem, facts: DeviceFacts, wrt: tuple[str, ...] = ()) -> IndexerPlan:
+    """How a call runs on a GPU.
 
     Raises:
-        NotImplementedError: a GPU, or gradients, that no kernel is for.
+        NotImplementedError: a GPU that no kernel is for.
     """
     major, minor = facts.compute_capability
     if (major, minor) < (8, 0):
@@ -260,17 +266,11 @@ def make_plan(problem: IndexProblem, views: Views, facts: DeviceFacts, wrt: tupl
             f"GPU {facts.name or '?'} has compute capability {major}.{minor}; kernels are built for 8.0 (Ampere) and "
             f"newer; use arrays on the CPU"
         )
-    shape = shape_of(problem, views)
-    if wrt and shape.student == "float16":
-        raise NotImplementedError(
-            "gradients of an indexer in float16 on a GPU are not built; built are bfloat16 and float32. Cast index_q "
-            "and index_k"
-        )
-    return IndexerPlan(problem, shape, facts, cut(problem, facts), _bit_groups(problem, views), wrt)
+    return IndexerPlan(problem, shape_of(problem), facts, cut(problem, facts), _bit_groups(problem), wrt)
 
 
-def _bit_groups(problem: IndexProblem, views: Views) -> int:
-    ids, lengths = views.get("topk_indices"), views.get("topk_length")
+def _bit_groups(problem: IndexProblem) -> int:
+    ids, lengths = problem.views.get("topk_indices"), problem.views.get("topk_length")
     if ids is None:
         return 1
     grouped = "G" in letters(ids, problem, "BGMC")

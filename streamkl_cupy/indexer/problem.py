@@ -5,32 +5,28 @@ TypeError is for kinds and dtypes, ValueError for shapes and options, NotImpleme
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from .. import frameworks
 from ..arguments import a_kind_of, listed
-from ..arrays import ITEMSIZE, ArrayView
+from ..arrays import CPU, ITEMSIZE, ArrayView, Inputs, MaskArrays, cuda
 from ..frameworks.base import FRAMEWORKS, dtype_label
-from ..ops.indexer_kl import (
-    ARRAYS,
-    LIKE,
-    MAX_INDEX_DIM,
-    MAX_INDEX_HEADS,
-    MAX_TEACHER_DIM,
-    SPECS,
-    WRT,
-    ArraySpec,
-)
-from ..problem import Device, compact_strides
+from ..ops import INDEXER_KL, OPS, Op, OperandSpec
+from ..ops.indexer_kl import MAX_INDEX_DIM, MAX_INDEX_HEADS, MAX_TEACHER_DIM, WRT
+from ..options import IndexOptions
+from ..problem import Device, MaskSpec, compact_strides
 from ..rules.row_keys import RowKeys
 from ..validate import MAX_SCALE, same_place
-from .options import IndexOptions
 
+SPECS = INDEXER_KL.operand
+LIKE = INDEXER_KL.like
 Views = dict[str, ArrayView]
 _HEADS = "HKIJLG"
 _WORDS = {
@@ -49,12 +45,14 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class IndexProblem:
-    """A validated call, without arrays."""
+    """A validated call, without arrays: the key by which plans and kernels are kept."""
 
+    op: str
+    """The operation, by its name among `OPS`."""
     sizes: tuple[tuple[str, int], ...]
     """By the letters of the record; of an absent array there are none."""
-    given: tuple[str, ...]
-    """Names of the arrays that there are."""
+    arrays: tuple[ArrayView, ...]
+    """Those that there are, without memory: of an address what it is beyond a multiple of 16."""
     teacher_scale: float
     index_scale: float
     relu: bool
@@ -66,9 +64,54 @@ class IndexProblem:
     layout: str
     batched: bool
     device: Device
+    deterministic: bool = False
+    rows: tuple[int, int] | None = None
+    """Those that a target is of, the first and the one after the last; None: all."""
+
+    # What other problems have of a mask of parts, and of gradients that are added to others, these do not.
+    mask = MaskSpec()
+    wide_gradients = ""
+    sequences = 0
 
     def __getitem__(self, letter: str) -> int:
         return dict(self.sizes)[letter]
+
+    @property
+    def operation(self) -> Op:
+        """The record of the operation."""
+        return OPS[self.op]
+
+    @cached_property
+    def views(self) -> Views:
+        """`arrays` by name."""
+        return {view.name: view for view in self.arrays}
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the arrays that there are."""
+        return tuple(self.views)
+
+    @property
+    def makes_lse(self) -> bool:
+        """Whether it makes the teacher's log-sum-exps."""
+        return "teacher_q" in self.views and "teacher_lse" not in self.views
+
+    @property
+    def rank(self) -> int:
+        """Axes of operands with columns."""
+        return 4 if self.batched else 3
+
+    @property
+    def keys(self) -> int:
+        return self["N"]
+
+    @property
+    def results(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type of what a forward writes."""
+        shapes = dict.fromkeys(self.operation.rows, self.row_shape)
+        if self.makes_lse and "made_lse" in self.operation.ruled_rows:
+            shapes["made_lse"] = self.shape("BHM")
+        return {name: (shape, self.stat_dtype) for name, shape in shapes.items()}
 
     def shape(self, axes: str) -> tuple[int, ...]:
         """That of an array with these axes, as the caller has them."""
@@ -78,8 +121,11 @@ class IndexProblem:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Of kl, index_lse and target_sum."""
-        return self.shape("BGM")
+        """Of what there is of each row: of kl, index_lse and target_sum, or of a target."""
+        if self.operation.rows != ("target",):
+            return self.shape("BGM")
+        first, end = self.rows or (0, self["M"])
+        return dataclasses.replace(self, sizes=tuple({**dict(self.sizes), "M": end - first}.items())).shape("BGMN")
 
 
 def callers_axes(axes: str, layout: str, batched: bool) -> str:
@@ -91,9 +137,15 @@ def callers_axes(axes: str, layout: str, batched: bool) -> str:
     return axes
 
 
+def read(op: Op, operands: tuple[Any, ...]) -> Inputs:
+    """Read the arrays of a call."""
+    framework = frameworks.framework_of(op.like, operands[op.at])
+    return op.Inputs(*(None if x is None else describe(n, x, framework) for n, x in zip(op.names, operands)))
+
+
 def describe(name: str, x: Any, framework: str) -> ArrayView:
     """Read one of the arrays, without a copy."""
-    if SPECS[name].kind not in ("integer", "bool"):
+    if SPECS[name].elements not in ("integer", "bool"):
         view = frameworks.describe(name, x)
         check_dtype(name, view.dtype)
         return view
@@ -104,11 +156,27 @@ def describe(name: str, x: Any, framework: str) -> ArrayView:
     return FRAMEWORKS[frameworks.framework_of(name, x)].read(name, x, True)
 
 
-def standin(name: str, x: Any, framework: str, device: Device) -> ArrayView:
+def standin(name: str, x: Any, device: Device, framework: str = "standin") -> ArrayView:
     """View something with a shape and a dtype as the compact array that it stands for."""
     shape, label = tuple(x.shape), dtype_label(np.dtype(x.dtype))
     check_dtype(name, label)
     return ArrayView(name, framework, device, label, shape, compact_strides(shape), 0, x)
+
+
+def outline(op: Op, operands: tuple[Any, ...], device: Device | None = None) -> Inputs:
+    """Views of arrays or of what stands for some, as if on `device` where one is given; without arrays on the current
+    GPU, or where there is none on the CPU."""
+    named = {name: x for name, x in zip(op.names, operands, strict=True) if x is not None}
+    there = {name: x for name, x in named.items() if not frameworks.is_standin(name, x)}
+    views = {name: describe(name, x, frameworks.framework_of(name, x)) for name, x in there.items()}
+    like = next(iter(views.values()), None)
+    gpu = frameworks.current_gpu() if like is None and device is None else None
+    place = like.device if like is not None else CPU if gpu is None else cuda(gpu)
+    framework = "stand-in" if like is None else like.framework
+    for name, x in named.items():
+        view = views.get(name) or standin(name, x, place, framework)
+        views[name] = view if device is None else view._replace(device=device)
+    return op.Inputs(*map(views.get, op.names))
 
 
 _DTYPES = {
@@ -120,7 +188,7 @@ _DTYPES = {
 
 def check_dtype(name: str, label: str) -> None:
     """Refuse one that an array of the name does not have."""
-    allowed = _DTYPES.get(SPECS[name].kind, tuple(ITEMSIZE))
+    allowed = _DTYPES.get(SPECS[name].elements, tuple(ITEMSIZE))
     if label not in allowed:
         raise TypeError(f"{name} has dtype {label}; allowed are {', '.join(allowed)}. Cast it")
 
@@ -145,9 +213,12 @@ TEACHER_IS_CONSTANT = (
 )
 
 
-def to_problem(views: Views, options: IndexOptions) -> IndexProblem:
-    """Check arrays against each other and freeze what they ask for."""
-    like = views.get(LIKE) or views["teacher_q"]
+def to_problem(op: Op, inputs: Inputs, options: IndexOptions, masks: MaskArrays | None = None) -> IndexProblem:
+    """Check arrays against each other and freeze what they ask for. What other operations have as arrays of masks are
+    operands of this."""
+    assert masks is None
+    views = {view.name: view for view in inputs if view is not None}
+    like = inputs[op.at]
     for view in views.values():
         same_place(like, view)
     packed = "cu_seqlens_q" in views
@@ -157,24 +228,29 @@ def to_problem(views: Views, options: IndexOptions) -> IndexProblem:
     if rank not in (3, 4) or (packed and rank != 3):
         allowed = "3, (rows of all sequences, index heads, columns)" if packed else "4, and 3 without batch"
         raise ValueError(f"{like.name}: shape {like.shape} has {rank} axes; allowed are {allowed}")
-    sizes = _extents(views, layout, rank == 4, options.head_groups or 1)
+    sizes = _extents(op, views, layout, rank == 4, options.head_groups or 1)
     _check_types(views)
     groups = options.head_groups or 1
     _check_heads(sizes, groups, views)
     dim = sizes.get("T", 0) + sizes.get("R", 0)
     scale = options.teacher_scale
-    wide = any(view.dtype == "float64" for name, view in views.items() if SPECS[name].kind in ("teacher", "index"))
+    wide = any(view.dtype == "float64" for name, view in views.items() if SPECS[name].elements in ("teacher", "index"))
     if like.device.kind != "cpu":
-        _check_gpu(views, like)
+        _check_gpu(views)
     for name, factor in (("teacher_scale", scale or 0), ("index_scale", options.index_scale)):
         if not wide and abs(factor) > MAX_SCALE:
             raise ValueError(
                 f"{name}={factor} is beyond what float32 arithmetic can hold; allowed are magnitudes up to "
                 f"{MAX_SCALE:g}"
             )
+    if options.rows is not None:
+        first, end = options.rows
+        if not 0 <= first <= end <= sizes["M"]:
+            raise ValueError(f"rows=({first}, {end}); allowed are rows of the {sizes['M']} that there are")
     return IndexProblem(
+        op=op.name,
         sizes=tuple(sizes.items()),
-        given=tuple(views),
+        arrays=tuple(view.at(view.ptr % 16, None)._replace(framework="") for view in views.values()),
         teacher_scale=1 / math.sqrt(max(dim, 1)) if scale is None else scale,
         index_scale=options.index_scale,
         relu=options.relu,
@@ -185,19 +261,25 @@ def to_problem(views: Views, options: IndexOptions) -> IndexProblem:
         layout=layout,
         batched=rank == 4,
         device=like.device,
+        deterministic=bool(options.deterministic),
+        rows=options.rows,
     )
 
 
-def _check_gpu(views: Views, like: ArrayView) -> None:
-    if like.framework == "jax":
+def gradients_built(problem: IndexProblem, wrt: tuple[str, ...]) -> None:
+    """Refuse gradients that no kernel computes."""
+    if problem.device.kind == "cuda" and wrt and problem.views["index_q"].dtype == "float16":
         raise NotImplementedError(
-            f"indexer_kl of JAX arrays on {like.device} is not built; built are those on the CPU, and arrays of CuPy, "
-            f"PyTorch and others with DLPack on a GPU"
+            "gradients of an indexer in float16 on a GPU are not built; built are bfloat16 and float32. Cast index_q "
+            "and index_k"
         )
+
+
+def _check_gpu(views: Views) -> None:
     for view in views.values():
         if view.dtype == "float64":
             raise NotImplementedError(
-                f"{view.name} is float64 on {like.device}; built there are bfloat16, float16 and float32. Cast it"
+                f"{view.name} is float64 on {view.device}; built there are bfloat16, float16 and float32. Cast it"
             )
 
 
@@ -232,11 +314,11 @@ def _check_together(given: Mapping[str, Any]) -> None:
                 )
 
 
-def _extents(views: Views, layout: str, batched: bool, groups: int) -> dict[str, int]:
+def _extents(op: Op, views: Views, layout: str, batched: bool, groups: int) -> dict[str, int]:
     """Extents by letter; the first array that has one says what others must have."""
     sizes = {"B": 1} if not batched else {}
     owner: dict[str, ArrayView] = {}
-    for spec in sorted(ARRAYS, key=lambda spec: spec.name != LIKE):
+    for spec in sorted(op.operands, key=lambda spec: spec.name != op.like):
         view = views.get(spec.name)
         if view is None:
             continue
@@ -256,15 +338,15 @@ def _extents(views: Views, layout: str, batched: bool, groups: int) -> dict[str,
                     f"{sizes[letter]}{hint}"
                 )
             owner.setdefault(letter, view)
-        for letter in spec.axis_may_lack:
+        for letter in spec.may_lack:
             if letter != "G":
                 sizes.setdefault(letter, 1)
     return sizes
 
 
-def _axes_of(spec: ArraySpec, view: ArrayView, layout: str, batched: bool, groups: int) -> str:
-    full = callers_axes(spec.axes, layout, batched)
-    few = callers_axes(spec.axes.replace(spec.axis_may_lack, "") if spec.axis_may_lack else spec.axes, layout, batched)
+def _axes_of(spec: OperandSpec, view: ArrayView, layout: str, batched: bool, groups: int) -> str:
+    full = callers_axes(spec.letters, layout, batched)
+    few = callers_axes(spec.letters.replace(spec.may_lack, "") if spec.may_lack else spec.letters, layout, batched)
     for axes in (full, few):
         if len(axes) == len(view.shape):
             return axes
@@ -281,10 +363,10 @@ def _named(axes: str) -> str:
 
 def _check_types(views: Views) -> None:
     first: dict[str, ArrayView] = {}
-    for spec in ARRAYS:
-        view = views.get(spec.name)
-        if view is not None and spec.kind in ("teacher", "index"):
-            other = first.setdefault(spec.kind, view)
+    for view in views.values():
+        kind = SPECS[view.name].elements
+        if kind in ("teacher", "index"):
+            other = first.setdefault(kind, view)
             if view.dtype != other.dtype:
                 raise TypeError(
                     f"{view.name} is {view.dtype}, but {other.name} is {other.dtype}; the queries and keys of a side "

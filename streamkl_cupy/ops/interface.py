@@ -12,21 +12,23 @@ from functools import cached_property
 from math import inf
 from typing import Any, Literal, NamedTuple
 
+Elements = Literal["", "teacher", "index", "number", "row number", "bool", "integer"]
+
 
 class OperandSpec(NamedTuple):
     """One array that an operation computes from, and differentiates by."""
 
     name: str
     side: str
-    """The distribution that it belongs to."""
-    rows: Literal["q", "k"]
-    """Whether its rows are queries or keys, as kernels name them."""
+    """The distribution that it belongs to; empty where it belongs to none."""
+    rows: Literal["q", "k", ""]
+    """Whether its rows are queries or keys, as kernels name them; empty where it has neither rows nor a batch."""
     heads: str
     """A letter for how many it has; operands with one letter have equally many. Those of keys divide those of the
-    queries of their side."""
+    queries of their side. Empty where it has no axis of them."""
     dim: str
     """The same of its columns."""
-    max_dim: int
+    max_dim: int = 0
     """Most columns, on any device."""
     extra: bool = False
     """Whether it is another array of its side than the queries and keys whose products are the logits."""
@@ -34,11 +36,20 @@ class OperandSpec(NamedTuple):
     """Whether there are calls without it, in which it is None."""
     one_for_all: bool = False
     """Whether one head may stand for all."""
+    elements: Elements = ""
+    """What they are, where not all operands of a side have one type, which is that of numbers with columns."""
+    may_lack: str = ""
+    """The letter of an axis that may be left out where its extent is 1."""
 
     @property
     def axes(self) -> tuple[str, str, str, str]:
-        """Batch, heads, rows and columns by letter."""
-        return ("B", self.heads, "M" if self.rows == "q" else "N", self.dim)
+        """Batch, heads, rows and columns by letter, empty those that there are not."""
+        return ("B" if self.rows else "", self.heads, {"q": "M", "k": "N", "": ""}[self.rows], self.dim)
+
+    @property
+    def letters(self) -> str:
+        """Those of the axes that there are."""
+        return "".join(self.axes)
 
 
 class Task(NamedTuple):
@@ -111,6 +122,9 @@ class Op:
     """Results with columns for each query row, in the type of the operands: (name, the letter of these columns)."""
     settings: tuple[tuple[str, str], ...] = ()
     """Options that kernels read and nothing else has said yet: (option, field of the problem)."""
+    one_batch: bool = True
+    """Whether all arrays of a call begin with the batch, or none does, so that an axis which vmap adds becomes a part
+    of that; otherwise it becomes a loop."""
 
     # The arrays of a call are tuples of these types: views, addresses or arrays, None for what there is not.
 
@@ -156,6 +170,11 @@ class Op:
     def names(self) -> tuple[str, ...]:
         """Those of the operands."""
         return tuple(x.name for x in self.operands)
+
+    @cached_property
+    def optional(self) -> bool:
+        """Whether there are calls without some of its operands."""
+        return any(x.optional for x in self.operands)
 
     @cached_property
     def at(self) -> int:
