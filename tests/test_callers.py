@@ -28,7 +28,7 @@ import streamkl_cupy
 from streamkl_cupy import call, patterns
 from streamkl_cupy.ops.sparse_attention import ATTENTION_INPUTS
 from streamkl_cupy.problem import INPUT_NAMES
-from streamkl_cupy.testing import attention, reference
+from streamkl_cupy.testing import attention, indexer_reference, reference
 from streamkl_cupy.testing.problems import make
 
 SHAPE: dict[str, Any] = {"B": 1, "H": 2, "M": 64, "N": 64, "D_t": 64, "dtypes": "float16"}
@@ -57,6 +57,8 @@ class Op:
     """The first of two neighbours among the inputs that are differentiated alone."""
     scale: str = "scale"
     """An option that is a number."""
+    lacks: tuple[str, ...] = ()
+    """Options of the others that it does not have."""
 
     def __str__(self) -> str:
         return self.name
@@ -123,6 +125,51 @@ def squares_beside(x: Any, weight: Any, bias: Any) -> Any:
     return (single(rows.out).sum(-1) * weight).sum() + (rows.lse * bias).mean()
 
 
+def constant(x: Any) -> Any:
+    """To differentiation; CuPy and NumPy know none."""
+    if hasattr(x, "detach"):
+        return x.detach()
+    if type(x).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        return importlib.import_module("jax").lax.stop_gradient(x)
+    return x
+
+
+def indexed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the indexer of queries and keys alone, which the teacher has too; each head is a group."""
+
+    def call(q: Any, k: Any, **options: Any) -> Any:
+        options = {"index_scale": 0.1, "head_groups": q.shape[-3 if "cu_seqlens_q" not in options else -2], **options}
+        with its_gpu(q):
+            student = single(q), single(k)
+        return function(constant(q), constant(k), *student, **options)
+
+    return call
+
+
+def indexed_backward(rows: Any, grad: Any, *x: Any, **options: Any) -> Any:
+    back = functools.partial(streamkl_cupy.indexer_kl_backward, grad, saved=rows)
+    return indexed(lambda *a, **own: back(*a, **own))(*x, **{"wrt": INDEXED, **options})[:2]
+
+
+def indexed_value_and_grad(*x: Any, **options: Any) -> Any:
+    value, grads = indexed(streamkl_cupy.indexer_kl_value_and_grad)(*x, **options)
+    return value, grads[:2]
+
+
+def expected_indexed(arrays: Any, options: dict[str, Any]) -> tuple[float, list[Any]]:
+    q, k = arrays
+    own = {"index_scale": 0.1, "head_groups": q.shape[1], **options}
+    rows = indexer_reference.forward(q, k, q, k, **own)
+    return rows.kl.sum(), list(indexer_reference.backward(np.ones_like(rows.kl), q, k, q, k, **own)[:2])
+
+
+def indexed_beside(x: Any, weight: Any, lse: Any) -> Any:
+    asked = {"row_weight": weight, "teacher_lse": lse, "return_stats": True}
+    rows = indexed(streamkl_cupy.indexer_kl)(*x, causal=True, **asked)
+    return rows.kl.sum() + rows.target_sum.mean() + rows.index_lse.mean()
+
+
+INDEXED = ("index_q", "index_k")
 OPS = [
     Op(
         "attention_kl",
@@ -150,11 +197,32 @@ OPS = [
         squares_beside,
         lambda *x: streamkl_cupy.sparse_attention_forward(*x).lse,
     ),
+    Op(
+        "indexer_kl",
+        INDEXED,
+        indexed(streamkl_cupy.indexer_kl),
+        indexed(streamkl_cupy.indexer_kl_forward),
+        indexed_backward,
+        indexed_value_and_grad,
+        lambda seed, **extents: attention_arrays(seed, **extents)[:2],
+        expected_indexed,
+        indexed_beside,
+        lambda *x: indexed(streamkl_cupy.indexer_kl_forward)(*x).teacher_lse,
+        scale="index_scale",
+        lacks=("window", "block_mask"),
+    ),
 ]
+PATTERNED = [op for op in OPS if "block_mask" not in op.lacks]
 
 
 @pytest.fixture(params=OPS, ids=str)
 def op(request: pytest.FixtureRequest) -> Op:
+    found: Op = request.param
+    return found
+
+
+@pytest.fixture(params=PATTERNED, ids=str)
+def patterned(request: pytest.FixtureRequest) -> Op:
     found: Op = request.param
     return found
 
@@ -419,7 +487,7 @@ def one_tensor_twice(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Ste
     def f(t: Any, q: Any) -> Any:
         return op.loss(*(t, t, q, q)[: len(op.inputs)], reduction="sum")
 
-    return f, [Step([a[0], a[2]], ()) for a in arrays]
+    return f, [Step([a[0], a[-1]], ()) for a in arrays]
 
 
 def views_of_one_storage(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
@@ -496,6 +564,10 @@ PROGRAMS = [
     a_pattern_each_step,
     log_sum_exps_and_weights,
 ]
+
+
+TAKING = {growing_window: "window", a_pattern_each_step: "block_mask"}
+"""Options that programs are about."""
 
 
 def eager(torch: Any, f: Program, step: Step) -> Program:
@@ -619,6 +691,8 @@ def torch_cases() -> list[Any]:
     for op in OPS:
         for name, way in WAYS.items():
             for program in PROGRAMS:
+                if TAKING.get(program) in op.lacks:
+                    continue
                 if op is OPS[0] or name in ("eager", "compile") or program is log_sum_exps_and_weights:
                     values = way.values if hasattr(way, "marks") else (way,)
                     marks = getattr(way, "marks", ())
@@ -664,7 +738,8 @@ def test_changing_numbers_and_patterns_compile_twice(op: Op) -> None:
 
     def f(scale: Any, offset: Any, left: Any, pattern: Any) -> Any:
         own = {op.scale: scale, "window": (left, 0), "q_offset": offset, "block_mask": pattern}
-        return op.loss(*x, **own, reduction="sum")
+        has = {name: value for name, value in own.items() if name not in op.lacks}
+        return op.loss(*x, causal="window" in op.lacks, **has, reduction="sum")
 
     program = torch.compile(f, fullgraph=True, backend=counter)
     for i in range(6):
@@ -734,8 +809,8 @@ def test_forward_mode_is_refused(op: Op, compile_it: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_program_keeps_its_pattern_until_the_backward(op: Op) -> None:
-    torch = pytest.importorskip("torch")
+def test_a_compiled_program_keeps_its_pattern_until_the_backward(patterned: Op) -> None:
+    op, torch = patterned, pytest.importorskip("torch")
     torch.compiler.reset()
     x = [torch.from_numpy(a) for a in op.make(0)]
     program = torch.compile(
@@ -915,8 +990,9 @@ def fresh_pattern(rng: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["explicit", "differentiated"])
-def test_patterns_end_with_their_owner(op: Op, backend: Any, rng: Any, kind: str) -> None:
+def test_patterns_end_with_their_owner(patterned: Op, backend: Any, rng: Any, kind: str) -> None:
     """A program that makes one for every step keeps none of them."""
+    op = patterned
     x = [backend.array(a, "float16") for a in op.make(7)]
     alive, digests = [], set()
     for _ in range(5):
@@ -948,7 +1024,8 @@ def test_patterns_end_with_their_owner(op: Op, backend: Any, rng: Any, kind: str
 
 
 @pytest.mark.gpu
-def test_memory_of_patterns_is_bounded(op: Op, rng: Any) -> None:
+def test_memory_of_patterns_is_bounded(patterned: Op, rng: Any) -> None:
+    op = patterned
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
     x = [torch.randn(1, 16, 4096, 64, dtype=torch.bfloat16, device="cuda") for _ in op.inputs]
     used = []
@@ -964,7 +1041,8 @@ def test_memory_of_patterns_is_bounded(op: Op, rng: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_a_pattern_that_ends_before_the_gpu_has_read_it(op: Op, rng: Any) -> None:
+def test_a_pattern_that_ends_before_the_gpu_has_read_it(patterned: Op, rng: Any) -> None:
+    op = patterned
     torch, cupy = pytest.importorskip("torch"), pytest.importorskip("cupy")
     x = [torch.randn(1, 2, 64, 64, dtype=torch.float16, device="cuda") for _ in op.inputs]
     stream = torch.cuda.Stream()
@@ -995,8 +1073,10 @@ def test_new_numbers_read_and_compile_nothing(
 ) -> None:
     if backend.device == "cpu":
         pytest.skip("nothing is compiled for the CPU")
+    if change in op.lacks:
+        pytest.skip(f"{op} has no {change}")
     from streamkl_cupy.compiler import nvrtc as compiler
-    from streamkl_cupy.kernels import base
+    from streamkl_cupy.kernels import base, indexer
 
     def run(i: int) -> None:
         options: dict[str, Any] = {"causal": True}
@@ -1018,6 +1098,7 @@ def test_new_numbers_read_and_compile_nothing(
         raise AssertionError("sources were read or compiled again")
 
     monkeypatch.setattr(compiler, "build", refuse)
-    monkeypatch.setattr(base, "flatten", refuse)
+    for module in (base, indexer):
+        monkeypatch.setattr(module, "flatten", refuse)
     for i in range(3, 8):
         run(i)
