@@ -484,10 +484,10 @@ Program = Callable[..., Any]
 
 
 def one_tensor_twice(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
-    def f(t: Any, q: Any) -> Any:
-        return op.loss(*(t, t, q, q)[: len(op.inputs)], reduction="sum")
+    def f(*a: Any) -> Any:
+        return op.loss(*[x for x in a for _ in range(2)][: len(op.inputs)], reduction="sum")
 
-    return f, [Step([a[0], a[-1]], ()) for a in arrays]
+    return f, [Step([a[0], a[-1]][: (len(op.inputs) + 1) // 2], ()) for a in arrays]
 
 
 def views_of_one_storage(op: Op, torch: Any, arrays: Any) -> tuple[Program, list[Step]]:
