@@ -1,145 +1,455 @@
-"""A small matrix of problems to run under compute-sanitizer; `make sanitize` does, with each of its tools.
+"""A small matrix of calls of every operation under compute-sanitizer, with all of its tools; `make sanitize` does.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --every-lane
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py --plant   # must fail
+    python tests/sanitize.py [--jobs 16] [--limit 300] [--only TEXT] [--tools memcheck,racecheck,synccheck]
 
-Every kernel family, full and ragged tiles, vector and element-wise loads, masks, grouped heads, split keys, split
-lists, all four gradients. Kernels let one lane arrive at a barrier for its warp, which racecheck takes for a race of
-the others: with `--every-lane` all of them arrive. `--plant` adds one store beyond an allocation, to show that the run
-would have noticed.
+Every kernel file, own kernels of an architecture and the portable ones, full and ragged tiles, vector and element-wise
+loads, masks, grouped heads, split keys, split lists, shared row tiles, all gradients. All kernels are compiled first;
+then each tool watches the calls in several processes. What it says is printed with how far each process came, and so
+is whether a store beyond an allocation, planted to that end, is noticed.
+
+memcheck finds accesses out of bounds, racecheck missing barriers, synccheck divergent ones. Kernels let one lane arrive
+at a barrier for its warp, which racecheck takes for a race of the others: for it all of them arrive.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import cupy
 import numpy as np
+from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy import call, patterns, planning
-from streamkl_cupy.kernels import KERNELS, gpus, sm90, work_tiles
+from streamkl_cupy.compiler import nvrtc
+from streamkl_cupy.indexer.plan import IndexerPlan
+from streamkl_cupy.kernels import (
+    KERNELS,
+    gpus,
+    indexer_key_sm90,
+    indexer_query_sm90,
+    indexer_score_sm90,
+    sm90,
+    work_tiles,
+)
+from streamkl_cupy.kernels.indexer import IndexerKernel
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT
+from streamkl_cupy.testing import reference
 
 PLANTED = 'extern "C" __global__ void planted(float* x, int n) { x[n + threadIdx.x] = 1.0f; }'
+TOOLS = ("memcheck", "racecheck", "synccheck")
+FAMILIES = ("sm90 and sm80", "sm80")
+PLANS: dict[str, Callable[..., Any]] = {
+    "attention_kl": streamkl_cupy.plan,
+    "attention_kl_to": streamkl_cupy.attention_kl_to_plan,
+    "sparse_attention": streamkl_cupy.sparse_attention_plan,
+    "indexer_kl": streamkl_cupy.indexer_kl_plan,
+}
+HOPPERS_OWN = {module: module.plan for module in (indexer_score_sm90, indexer_query_sm90, indexer_key_sm90)}
+
+Array = NDArray[Any]
 
 
-class Problem(NamedTuple):
-    """Extents, types, options, and whether inner strides are 2."""
+class Case(NamedTuple):
+    """A call: its operands and options, with arrays of the host, and what it is differentiated by."""
 
-    B: int
-    H: int
-    M: int
-    teacher_heads: int
-    student_heads: int
-    N: int
-    D_t: int
-    D_s: int
-    dtype: str = "float16"
+    about: str
+    op: str
+    arrays: tuple[Array | None, ...]
+    wrt: tuple[str, ...]
     options: Mapping[str, Any] = MappingProxyType({})
     strided: bool = False
-    name: str = ""
+    """Inner strides are 2."""
 
     def __str__(self) -> str:
-        about = self.name or str(dict(self.options))
-        return f"{about} M={self.M} N={self.N} D={self.D_t}/{self.D_s} {self.dtype}"
+        shapes = " ".join("-" if x is None else "x".join(map(str, x.shape)) for x in self.arrays)
+        dtype = next(x.dtype for x in self.arrays[::-1] if x is not None)
+        return f"{self.op} {self.about}: {shapes} {dtype}"
 
 
-def ints(*values: int) -> Any:
-    return cupy.asarray(values, cupy.int32)
+def ints(*values: int) -> Array:
+    return np.array(values, np.int32)
 
 
-def problems(quick: bool) -> Iterator[Problem]:
-    dims = [(64, 64), (128, 128), (40, 72), *([] if quick else [(192, 128), (256, 256), (576, 128)])]
-    for (D_t, D_s), dtype in itertools.product(dims, ("float16", "float32")):
-        for M, N, causal in ((1, 1, False), (130, 77, True), (65, 200, False), (300, 333, True)):
-            yield Problem(2, 4, M, 2, 1, N, D_t, D_s, dtype, {"causal": causal})
-    yield Problem(1, 2, 70, 2, 2, 90, 64, 64, options={"causal": True, "q_offset": -20}, strided=True)
-    yield Problem(1, 1, 3, 1, 1, 5000, 64, 64)
-    for M, teacher_heads, student_heads in ((16, 2, 2), (5, 1, 2), (40, 2, 1)):  # packed, mostly
-        for D, options in ((64, {"causal": True}), (128, {"window": (700, 0)}), (64, {"key_lengths": ints(900, 0)})):
-            yield Problem(2, 6, M, teacher_heads, student_heads, 1300, D, D, options=options, name="few")
-    # The keys of a head in several tiles, and in one.
-    for N, D_t, D_s in ((333, 64, 64), (333, 128, 128), (77, 64, 64), *(() if quick else ((333, 576, 128),))):
-        pattern = patterns.from_dense(
-            np.random.default_rng(1).random((4, 7, -(-N // 48))) < 0.3, queries=301, keys=N, block=(48, 48)
-        )
-        masks: dict[str, dict[str, Any]] = {
+def block_lists(rng: np.random.Generator, heads: int, queries: int, keys: int) -> patterns.BlockPattern:
+    """A third of all blocks of 48 x 48."""
+    grid = (heads, -(-queries // 48), -(-keys // 48))
+    return patterns.from_dense(rng.random(grid) < 0.3, queries=queries, keys=keys, block=(48, 48))
+
+
+class Matrix:
+    """All cases, with random numbers of a seed: processes that share the work agree on what it is."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def random(self, *shape: int, dtype: str = "float16") -> Array:
+        return self.rng.standard_normal(shape).astype(dtype)
+
+    def divergence(
+        self, about: str, M: int, N: int, dims: tuple[int, int], *, B: int = 2, H: int = 4,
+        key_heads: tuple[int, int] = (2, 1), dtype: str = "float16", **options: Any,
+    ) -> Case:  # fmt: skip
+        """One of `attention_kl`; with packed sequences there is no axis of batches."""
+        shapes = [(H, M, dims[0]), (key_heads[0], N, dims[0]), (H, M, dims[1]), (key_heads[1], N, dims[1])]
+        packed = "cu_seqlens_q" in options
+        shaped = [(rows, heads, dim) if packed else (B, heads, rows, dim) for heads, rows, dim in shapes]
+        step = 2 if about == "strided" else 1
+        arrays = tuple(self.random(*x[:-1], x[-1] * step, dtype=dtype) for x in shaped)
+        wrt = INPUT_NAMES if dims[0] <= 256 else STUDENT
+        return Case(about, "attention_kl", arrays, wrt, options, strided=step > 1)
+
+    def masks(self, heads: int, M: int, N: int) -> dict[str, dict[str, Any]]:
+        rng = self.rng
+        return {
             "window": {"window": (40, 9)},
             "lengths": {"key_lengths": ints(0, min(N, 200)), "causal": True},
             "padded": {"key_lengths": ints(30, min(N, 200)), "query_lengths": ints(100, 7), "causal": True},
-            "keys": {"key_mask": cupy.random.random((2, N)) < 0.5},
-            "rows": {"query_mask": cupy.random.random((2, 301)) < 0.5, "window": (40, 9)},
-            "blocks": {"block_mask": pattern, "causal": True},
+            "keys": {"key_mask": rng.random((2, N)) < 0.5},
+            "rows": {"query_mask": rng.random((2, M)) < 0.5, "window": (40, 9)},
+            "blocks": {"block_mask": block_lists(rng, heads, M, N), "causal": True},
             "packed": {
-                "cu_seqlens_q": ints(0, 0, 270, 301),
+                "cu_seqlens_q": ints(0, 0, M - 31, M),
                 "cu_seqlens_k": ints(0, 50, min(N, 250), min(N, 320)),
                 "causal": True,
             },
         }
-        for name, options in masks.items():
-            yield Problem(2, 4, 301, 2, 1, N, D_t, D_s, options=options, name=name)
-    yield Problem(1, 140, 70, 140, 140, 197, 64, 64)  # in one of 256 keys
+
+    def divergences(self) -> Iterator[Case]:
+        every = [(64, 64), (128, 128), (40, 72), (192, 128), (256, 256), (576, 128)]
+        for dims, dtype in itertools.product(every, ("float16", "float32")):
+            for M, N, causal in ((1, 1, False), (130, 77, True), (65, 200, False), (300, 333, True)):
+                yield self.divergence("causal" if causal else "no mask", M, N, dims, dtype=dtype, causal=causal)
+        more = {"causal": True, "q_offset": -20}
+        yield self.divergence("strided", 70, 90, (64, 64), B=1, H=2, key_heads=(2, 2), **more)
+        yield self.divergence("split keys", 3, 5000, (64, 64), B=1, H=1, key_heads=(1, 1))
+        for M, heads in ((16, (2, 2)), (5, (1, 2)), (40, (2, 1))):  # packed, mostly
+            for D, options in (
+                (64, {"causal": True}),
+                (128, {"window": (700, 0)}),
+                (64, {"key_lengths": ints(900, 0)}),
+            ):
+                yield self.divergence("few queries", M, 1300, (D, D), H=6, key_heads=heads, **options)
+        # The keys of a head in several tiles, and in one.
+        for N, dims in ((333, (64, 64)), (333, (128, 128)), (77, (64, 64)), (333, (576, 128))):
+            for name, options in self.masks(4, 301, N).items():
+                yield self.divergence(name, 301, N, dims, **options)
+        yield self.divergence("one tile of 256 keys", 70, 197, (64, 64), H=140, B=1, key_heads=(140, 140))
+        sinks = {f"{side}_sink_logits": self.random(4, dtype="float32") for side in ("teacher", "student")}
+        for dtype, causal in itertools.product(("float16", "float32"), (False, True)):
+            for divergence in ("cosine", "jsd"):  # rows of moments, and two passes
+                rule = {"divergence": divergence, "causal": causal}
+                yield self.divergence(divergence, 130, 197, (64, 128), dtype=dtype, **rule)
+            yield self.divergence("sinks", 130, 197, (64, 128), dtype=dtype, causal=causal, **sinks)
+
+    def targets(self) -> Iterator[Case]:
+        """A teacher that is given, for all heads or for each."""
+        for (M, N), D, dtype in itertools.product(((130, 77), (300, 333)), (64, 128), ("float16", "float32")):
+            heads = 1 if D == 64 else 4
+            q, k = self.random(2, 4, M, D, dtype=dtype), self.random(2, 2, N, D, dtype=dtype)
+            masks = {"none": {}, "causal": {"causal": True}, **self.masks(heads, M, N)}
+            for name in ("none", "causal", "window", "keys", "blocks"):
+                target = self.target((2, heads, M, N), masks[name])
+                yield Case(f"{name} mask", "attention_kl_to", (target, q, k), STUDENT, masks[name])
+        with np.errstate(divide="ignore"):
+            target = np.log(self.target((1, 2, 70, 89), {"causal": True}))  # no whole vectors
+        arrays = (target, self.random(1, 2, 70, 40), self.random(1, 2, 89, 40))
+        yield Case("logarithms", "attention_kl_to", arrays, STUDENT, {"log_target": True, "causal": True})
+
+    def target(self, shape: tuple[int, ...], mask: dict[str, Any]) -> Array:
+        """Probabilities of what rows see."""
+        seen = self.rng.random(shape) * reference.visible(shape, reference.Mask(**mask))
+        return (seen / np.maximum(seen.sum(-1, keepdims=True), 1e-9)).astype("float32")
+
+    def attention(self) -> Iterator[Case]:
+        wrt = ("query", "key", "value")
+
+        def case(about: str, H: int, K: int, M: int, N: int, dims: tuple[int, int], dtype: str, **options: Any) -> Case:
+            shapes = [(H, M, dims[0]), (K, N, dims[0]), (K, N, dims[1])]
+            packed = "cu_seqlens_q" in options
+            shaped = [(rows, heads, dim) if packed else (2, heads, rows, dim) for heads, rows, dim in shapes]
+            arrays = tuple(self.random(*x, dtype=dtype) for x in shaped)
+            return Case(about, "sparse_attention", arrays, wrt, options)
+
+        for dims, dtype in itertools.product(
+            ((64, 64), (128, 128), (80, 48), (192, 128), (33, 65)), ("float16", "float32")
+        ):
+            for M, N, causal in ((1, 1, False), (130, 77, True), (300, 333, True)):
+                yield case("causal" if causal else "no mask", 4, 2, M, N, dims, dtype, causal=causal)
+        for dims in ((64, 64), (128, 128)):
+            for name, options in self.masks(4, 301, 333).items():
+                yield case(name, 4, 2, 301, 333, dims, "float16", **options)
+        yield case("softcap", 4, 4, 130, 197, (64, 64), "float16", softcap=20.0, causal=True)
+        # Of decoders: keys split over blocks, and rows of several heads in a tile.
+        for M, dims, dtype in itertools.product((1, 5), ((64, 64), (128, 128)), ("float16", "float32")):
+            yield case("decoder", 8, 2, M, 5000, dims, dtype, causal=True)
+        long_cache = patterns.sharded(8, window=256, stride=4, queries=4096, keys=4096, block=64, causal=True)
+        last = long_cache.rows(4032, 4096)
+        yield case("decoder of a pattern", 8, 2, 64, 4096, (128, 128), "float16", block_mask=last)
+
+    def indexer(self) -> Iterator[Case]:
+        import ml_dtypes  # as bfloat16 is what its gradients are built in
+
+        def case(about: str, dtype: str, T: int, D: int, M: int = 150, N: int = 170, *, J: int = 1, K: int = 2,
+                 **options: Any) -> Case:  # fmt: skip
+            element = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+            shapes = ((2, 4, M, T), (2, K, N, T), (2, 4, M, D), (2, J, N, D), (2, 4, M))
+            arrays: list[Array | None] = [self.random(*x, dtype="float32").astype(element) for x in shapes]
+            options = {name: x.astype(element) if name.endswith("rope") else x for name, x in options.items()} | {
+                "index_scale": 0.4
+            }
+            if "target" in options:
+                arrays[:2] = [None, None]
+            return Case(about, "indexer_kl", tuple(arrays), ("index_q", "index_k", "index_weights"), options)
+
+        rng = self.rng
+        for dtype in ("bfloat16", "float32"):
+            for T, D in ((64, 32), (128, 128), (77, 41), (192, 72), (576, 128)):
+                yield case("causal", dtype, T, D, causal=True)
+            ids = rng.integers(-3, 175, (2, 150, 40))
+            yield case("ids", dtype, 72, 64, topk_indices=ids, causal=True)
+            lengths = rng.integers(-1, 45, (2, 2, 150)).astype(np.int32)
+            both = np.stack([ids, ids[:, ::-1]], axis=1)
+            yield case("ids of groups", dtype, 72, 64, J=2, head_groups=2, topk_indices=both, topk_length=lengths)
+            yield case("some keys", dtype, 72, 64, key_mask=rng.random((2, 170)) < 0.6, relu=False)
+            bounds = {"key_start": rng.integers(-2, 80, (2, 150)), "key_end": rng.integers(0, 180, (2, 150))}
+            yield case("bounds", dtype, 72, 64, **bounds)
+            yield case("compressed", dtype, 72, 64, N=50, compress_ratio=3, causal=True)
+            ropes = {"teacher_q_rope": self.random(2, 4, 150, 16), "teacher_k_rope": self.random(2, 1, 170, 16)}
+            yield case("rotary parts", dtype, 128, 64, K=1, causal=True, **ropes)
+            yield case("target", dtype, 16, 128, target=rng.random((2, 150, 170)).astype("float32"), causal=True)
+            yield case("several strips", dtype, 64, 64, M=700, N=1100, causal=True)
+
+    def __iter__(self) -> Iterator[Case]:
+        yield from self.divergences()
+        yield from self.targets()
+        yield from self.attention()
+        yield from self.indexer()
 
 
-def run(families: tuple[str, ...], quick: bool, only: str) -> int:
+def name_of(kernel: Any) -> str:
+    """Its file, as "forward_sm90"."""
+    return kernel.name if isinstance(kernel, IndexerKernel) else Path(kernel.entry).stem
+
+
+def kernels_of(case: Case, arch: str) -> Iterator[Any]:
+    """All that a case launches, with any workspace."""
+    own = {name: x for name, x in case.options.items() if "sink" not in name}
+    arrays = [None if x is None else x[..., :: 2 if case.strided else 1] for x in case.arrays]
+    if case.op == "indexer_kl":
+        plan = PLANS[case.op](*arrays, arch=arch, wrt=case.wrt, **own)
+        assert isinstance(plan, IndexerPlan)
+        yield from (*plan.forward, *plan.backward)
+        return
+    for deterministic in (True, False):
+        plan = PLANS[case.op](*arrays, arch=arch, wrt=case.wrt, deterministic=deterministic, **own)
+        yield from (packed.kernel for packed in plan.mask_bits)
+        for step in (*plan.forward_steps(workspace=True), *plan.backward_steps(case.wrt)):
+            yield from step.kernels
+
+
+def call_it(case: Case, deterministic: bool) -> None:
+    """On the GPU; results have to be finite."""
+    import cupy
+
+    def there(x: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
+        if x.dtype.name == "bfloat16":
+            return cupy.asarray(x.view(np.uint16)).view(x.dtype)
+        return cupy.asarray(x)
+
+    given = [None if x is None else there(x)[..., :: 2 if case.strided else 1] for x in case.arrays]
+    options = {name: there(x) for name, x in case.options.items()}
+    if case.op == "sparse_attention":
+        rows = streamkl_cupy.sparse_attention_forward(*given, deterministic=deterministic, **options)
+        upstream = {"saved": rows, "grad_lse": cupy.ones_like(rows.lse), "wrt": case.wrt}
+        found = streamkl_cupy.sparse_attention_backward(
+            cupy.ones_like(rows.out), *given, **upstream, deterministic=deterministic, **options
+        )
+        results = (rows.out, *found)
+    elif case.op == "attention_kl":
+        rows = streamkl_cupy.attention_kl_forward(*given, **options)
+        found = streamkl_cupy.attention_kl_backward(
+            cupy.ones_like(rows.kl), *given, saved=rows, wrt=case.wrt, deterministic=deterministic, **options
+        )
+        results = (rows.kl, *found)
+    else:
+        both = getattr(streamkl_cupy, f"{case.op}_value_and_grad")
+        value, grads = both(*given, reduction="sum", wrt=case.wrt, deterministic=deterministic, **options)
+        results = (value, *grads)
+        if case.op == "indexer_kl" and deterministic and given[0] is not None:
+            of_student = ("index_scale", "relu")
+            own = {name: x for name, x in options.items() if name not in of_student}
+            results = (*results, streamkl_cupy.indexer_target(*given[:2], rows=(17, 133), **own))
+    if not all(bool(cupy.isfinite(x.astype("float32")).all()) for x in results if x is not None):
+        raise SystemExit(f"not finite: {case}")
+
+
+def choose(families: str) -> None:
+    """Plan with kernels of these families alone."""
     planning.KERNELS = {kind: tuple(x for x in kernels if x.family in families) for kind, kernels in KERNELS.items()}
+    for module, plan in HOPPERS_OWN.items():
+        module.plan = plan if "sm90" in families else lambda *_: None  # type: ignore[attr-defined]
     work_tiles.MIN_TILES_IN_LIST = 2  # small lists are split as long ones are
     planning.make_plan.cache_clear()
     planning._unsplit_plan.cache_clear()
     call._looks.clear()
     call._checked.clear()
     call._runners.clear()
-    count = 0
-    for x in problems(quick):
-        if only not in str(x):
-            continue
-        count += 1
-        step = 2 if x.strided else 1
-        shapes = ((x.H, x.M, x.D_t), (x.teacher_heads, x.N, x.D_t), (x.H, x.M, x.D_s), (x.student_heads, x.N, x.D_s))
-        if x.name == "packed":
-            shapes = tuple((rows, heads, dim) for heads, rows, dim in shapes)
-        else:
-            shapes = tuple((x.B, *shape) for shape in shapes)
-        inputs = [cupy.random.standard_normal((*s[:-1], s[-1] * step)).astype(x.dtype)[..., ::step] for s in shapes]
-        rows = streamkl_cupy.attention_kl_forward(*inputs, **x.options)
-        wrt = INPUT_NAMES if x.D_t <= 256 else STUDENT
-        for deterministic in (True, False):
-            grads = streamkl_cupy.attention_kl_backward(
-                cupy.ones_like(rows.kl), *inputs, saved=rows, wrt=wrt,
-                deterministic=deterministic, **x.options,
-            )  # fmt: skip
-            if not all(bool(cupy.isfinite(y).all()) for y in (rows.kl, *grads) if y is not None):
-                raise SystemExit(f"not finite: {x}")
-    return count
+
+
+def rounds(cases: list[Case], arch: str) -> Iterator[tuple[str, list[Case]]]:
+    """Families of kernels and the cases for them: of the portable ones those that had others in the first round."""
+    for families in FAMILIES:
+        choose(families)
+        yield families, cases
+        cases = [case for case in cases if any("sm90" in name_of(kernel) for kernel in kernels_of(case, arch))]
+
+
+def watched(args: argparse.Namespace) -> None:
+    """In a process under a tool: every n-th case."""
+    import cupy
+
+    first, step = map(int, args.part.split("/"))
+    # Each array its own allocation: inside a pool's chunk a stray access would go unseen.
+    cupy.cuda.set_allocator(None)
+    arch = gpus.device_facts(cupy.cuda.Device().id).flag
+    for families, mine in rounds([x for x in Matrix(args.seed) if args.only in str(x)][first::step], arch):
+        for number, case in enumerate(mine, start=1):
+            print(f"{number} of {len(mine)} with kernels of {families}: {case}", flush=True)
+            for deterministic in (True, False):
+                call_it(case, deterministic)
+    print("all done", flush=True)
+
+
+def plant() -> None:
+    """A store beyond an allocation."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    x = cupy.empty(8, cupy.float32)
+    cupy.RawKernel(PLANTED, "planted")((1,), (32,), (x, 1 << 20))
+    cupy.cuda.Device().synchronize()
+
+
+def compile_all(args: argparse.Namespace) -> None:
+    """Have every kernel in the cache, also those whose every lane arrives: by a thread for each core."""
+    import cupy
+
+    facts = gpus.device_facts(cupy.cuda.Device().id)
+    wanted: dict[tuple[str, str], None] = {}
+    # By racecheck's lanes and the others'.
+    lanes = [
+        *([sm90.ARRIVING_LANES] if {*args.tools.split(",")} - {"racecheck"} else ()),
+        *([32] * ("racecheck" in args.tools)),
+    ]
+    for sm90.ARRIVING_LANES in lanes:
+        counts = []
+        for families, cases in rounds([x for x in Matrix(args.seed) if args.only in str(x)], facts.flag):
+            counts.append(f"{len(cases)} with kernels of {families}")
+            for kernel in itertools.chain.from_iterable(kernels_of(case, facts.flag) for case in cases):
+                arch = kernel.arch(facts) if isinstance(kernel, IndexerKernel) else kernel.arch
+                wanted.setdefault((kernel.text, arch))
+    began = time.monotonic()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda key: nvrtc.cached_image(*key), wanted))
+    print(f"{facts.name}: {', '.join(counts)}")
+    print(f"{len(wanted)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plant", action="store_true", help="end with a store out of bounds")
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="problems whose description has it, such as 'packed M=301'"
-    )
-    parser.add_argument("--every-lane", action="store_true", help="let all lanes arrive at barriers, for racecheck")
-    parser.add_argument("--quick", action="store_true", help="fewer head dims")
+    parser.add_argument("--tools", default=",".join(TOOLS), help="those of compute-sanitizer to use (all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of all tools together")
+    parser.add_argument("--limit", type=float, default=900, help="seconds, compiling included (900)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose line has it, such as 'packed'")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), help="of the numbers")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--every-lane", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plant", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.every_lane:
         sm90.ARRIVING_LANES = 32
-    # Each array its own allocation: inside a pool's chunk a stray access would go unseen.
-    cupy.cuda.set_allocator(None)
-    capability = gpus.device_facts(cupy.cuda.Device().id)
-    for families in (("sm90", "sm80"), ("sm80",)):
-        count = run(families, args.quick, args.only)
-        print(f"{capability.name}: {count} problems with kernels of {' and '.join(families)}")
     if args.plant:
-        x = cupy.empty(8, cupy.float32)
-        cupy.RawKernel(PLANTED, "planted")((1,), (32,), (x, 1 << 20))
-        cupy.cuda.Device().synchronize()
+        plant()
+    elif args.part:
+        watched(args)
+    elif args.compile:
+        compile_all(args)
+    else:
+        sys.exit(drive(args))
+
+
+def drive(args: argparse.Namespace) -> int:
+    """Compile, start all tools, say what came of them; 0 if all was seen and nothing found but what was planted."""
+    command = shutil.which("compute-sanitizer")
+    if command is None:
+        raise SystemExit("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    me = [sys.executable, __file__, f"--seed={args.seed}", f"--only={args.only}"]
+    compiled = [*me, "--compile", f"--tools={args.tools}", f"--jobs={args.jobs}"]
+    print(f"--seed {args.seed}", flush=True)
+    began = time.monotonic()
+    subprocess.run(compiled, check=True, timeout=args.limit)
+    tools, devices = args.tools.split(","), os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    parts = max(args.jobs // len(tools), 1)
+    watch = [command, "--error-exitcode", "9", "--print-limit", "5"]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        running = {}
+        for tool, part in [*itertools.product(tools, range(parts)), ("memcheck", -1)]:
+            more = ["--plant"] if part < 0 else [f"--part={part}/{parts}"]
+            more += ["--every-lane"] if tool == "racecheck" else []
+            output, where = Path(folder, f"{tool}{part}"), {"CUDA_VISIBLE_DEVICES": devices[part % len(devices)]}
+            with output.open("w") as file:
+                process = subprocess.Popen(
+                    [*watch, "--tool", tool, *me, *more],
+                    env={**os.environ, **where},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            running[tool, part] = process, output
+        well = True
+        for (tool, part), (process, output) in running.items():
+            try:
+                code = process.wait(max(began + args.limit - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+            text = output.read_text(errors="replace")
+            well = report(tool, part, code, text) and well
+        print(f"{time.monotonic() - start:.0f} s with the tools, {parts} processes each", flush=True)
+    return 0 if well else 1
+
+
+def report(tool: str, part: int, code: int, text: str) -> bool:
+    """Whether a process did what it should; and say so."""
+    said = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY.*)$", text, re.M)
+    if part < 0:
+        noticed = code == 9 and "Invalid __global__ write" in text
+        print(f"{tool}: the planted store is {'noticed' if noticed else f'NOT noticed (status {code})'}", flush=True)
+        return noticed
+    lines = [line for line in text.splitlines() if not line.startswith("=")]
+    good = code == 0 and lines[-1:] == ["all done"]
+    reached = "all" if lines[-1:] == ["all done"] else f"until {lines[-1] if lines else 'nothing'}"
+    print(f"{tool} {part}: {'; '.join(said) or f'status {code}'}; {reached}", flush=True)
+    if not good:
+        print("\n".join(text.splitlines()[-60:]), flush=True)
+    return good
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import numpy as np
 import pytest
+import sanitize
 
 from streamkl_cupy.call import KINDS
 from streamkl_cupy.compiler.source import cuda_root
@@ -176,6 +178,20 @@ def test_a_kernel_is_a_pair_of_files() -> None:
     listed = {f"{kind}_{kernel.family}": kernel for kind, kernels in KERNELS.items() for kernel in kernels}
     assert {name: module.KERNEL for name, module in modules.items() if hasattr(module, "KERNEL")} == listed
     assert all(kernel.kind == name.rpartition("_")[0] for name, kernel in listed.items())
+
+
+def test_sanitizers_see_every_kernel(rng: np.random.Generator) -> None:
+    """Each file is launched by a case of the matrix, on a GPU that has kernels of its own."""
+    pytest.importorskip("ml_dtypes", reason="operands of the matrix are bfloat16, which needs ml_dtypes")
+    unseen = {path.stem for path in (ROOT / "kernels").glob("*.cu")}
+    cases = list(sanitize.Matrix(int(rng.integers(10**6))))
+    drawn = [cases[i] for i in rng.permutation(len(cases))]
+    one_of_each = {f"{case.op} {case.about}": case for case in drawn}
+    for case in (*one_of_each.values(), *drawn):
+        unseen -= {sanitize.name_of(kernel) for kernel in sanitize.kernels_of(case, "sm_90")}
+        if not unseen:
+            return
+    assert unseen == set()
 
 
 def imports_of(path: Path) -> set[str]:
