@@ -242,11 +242,13 @@ def entries(
     masks: Iterable[str] = PLAIN,
     divergences: Iterable[str] = (Problem.divergence,),
     scores: Iterable[tuple[str, str]] = (USUAL_SCORES,),
+    extents: Iterable[Extents] = EXTENTS,
 ) -> tuple[list[Entry], list[str]]:
     """Every distinct kernel of the list on a typical GPU of `arch`, and which problems have no kernel there, and why.
 
     Masks are names of `MASK_CASES`; the default are the two that most calls have, and the divergence and the scores
-    that they have, of the teacher and the student by names of `SCORE_CASES`.
+    that they have, of the teacher and the student by names of `SCORE_CASES`. Whether there is a kernel never hangs on
+    extents, which tile it has does.
 
     Raises:
         ValueError: the architecture is not known.
@@ -255,9 +257,10 @@ def entries(
     found: dict[KernelPlan, Entry] = {}
     refused = []
     chosen, hidden, rules = tuple(types), tuple(masks), tuple(itertools.product(divergences, scores))
+    sizes = tuple(extents)
     for pair in dims:
         for types_of in chosen:
-            for mask, aligned, extents, of_call in itertools.product(hidden, (True, False), EXTENTS, rules):
+            for mask, aligned, size, of_call in itertools.product(hidden, (True, False), sizes, rules):
                 if not aligned and types_of not in UNALIGNED:
                     continue
                 if mask not in PLAIN and (not aligned or types_of not in MASKED):
@@ -267,7 +270,7 @@ def entries(
                 label += "" if divergence == Problem.divergence else f" {divergence}"
                 label += "" if score == USUAL_SCORES else f" {'/'.join(score)}"
                 try:
-                    plan = make_plan(problem(pair, types_of, mask, aligned, extents, *of_call), facts)
+                    plan = make_plan(problem(pair, types_of, mask, aligned, size, *of_call), facts)
                 except NotImplementedError as reason:
                     refused.append(f"{label}: {reason}")
                     continue
