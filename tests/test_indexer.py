@@ -1014,6 +1014,43 @@ def test_autograd_and_cupy_on_a_gpu(rng: np.random.Generator) -> None:
         streamkl_cupy.indexer_kl_value_and_grad(*half, **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("framework", ["jax", "guest"])
+def test_jax_and_guests_on_a_gpu(rng: np.random.Generator, framework: str) -> None:
+    xp = pytest.importorskip({"jax": "jax.numpy", "guest": "cupy"}[framework])
+    x = make(rng, M=150, N=170)
+    options: dict[str, Any] = {"index_scale": 0.4, "causal": True, "row_weight": x[4][:, 0]}
+    there: list[Any] = [xp.asarray(a) if framework == "jax" else Own(xp.asarray(a)) for a in x]
+    weight = there[4][:, 0] if framework == "jax" else Own(there[4].x[:, 0])
+
+    def number(a: Any) -> Any:
+        return np.asarray(a if framework == "jax" else a.x.get(), np.float64)
+
+    value, grads = streamkl_cupy.indexer_kl_value_and_grad(*x, **options)
+    options["row_weight"] = weight
+    doubt = in_doubt(np.full((2, 1, 150), 1 / 300), *x, index_scale=0.4, causal=True)
+    ways = [lambda: streamkl_cupy.indexer_kl_value_and_grad(*there, **options)]
+    if framework == "jax":
+        jax = pytest.importorskip("jax")
+
+        def loss(*student: Any) -> Any:
+            return streamkl_cupy.indexer_kl(*there[:2], *student, reduction="mean", **options)
+
+        both = jax.value_and_grad(loss, (0, 1, 2))
+        ways += [lambda: both(*there[2:]), lambda: jax.jit(both)(*there[2:])]
+    for way in ways:
+        found, mine = way()
+        assert abs(number(found) - float(value)) < 4e-6
+        for b, c, d in zip(mine, grads, doubt.values(), strict=True):
+            near(number(b), c, 2e-5, 2 * d)
+    some = streamkl_cupy.indexer_target(*there[:2], causal=True, rows=(3, 140))
+    close(number(some), streamkl_cupy.indexer_target(*x[:2], causal=True, rows=(3, 140)), 4e-6)
+    stats = streamkl_cupy.indexer_kl(*there, index_scale=0.4, causal=True, return_stats=True)
+    expected = streamkl_cupy.indexer_kl(*x, index_scale=0.4, causal=True, return_stats=True)
+    for a, b in zip(stats[:4], expected, strict=False):
+        close(number(a), b, 4e-6)
+
+
 def test_bits_of_bfloat16_are_read_as_such(rng: np.random.Generator) -> None:
     x = make(rng, "bfloat16")
     wide = [widen(a.view(np.uint16), np.empty(a.shape, np.float32)) for a in x]
