@@ -23,11 +23,12 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import frameworks
 from streamkl_cupy.__main__ import COMMANDS, main
-from streamkl_cupy.cli import bench, cases, catalogue, doctor, environment, peers, report
+from streamkl_cupy.cli import bench, cases, catalogue, doctor, environment, indexer, peers, report
 from streamkl_cupy.cli import compile as compile_command
 from streamkl_cupy.cli.cases import PASSES, Case, attention_flops, kl_flops
 from streamkl_cupy.compiler import nvrtc as compiler
 from streamkl_cupy.compiler import settings
+from streamkl_cupy.compiler.source import cuda_root
 from streamkl_cupy.errors import CompilerError, install
 from streamkl_cupy.testing import timing
 
@@ -817,6 +818,43 @@ def test_compile_lists_the_kernels_of_targets(capsys: pytest.CaptureFixture[str]
         "log_probability/dot:",
     }
     assert all("128/128 float32" in line for line in lines)
+
+
+def test_compile_lists_the_kernels_of_the_indexer(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--arch", "sm_90", "--dims", "192/128", "--dtype", "bfloat16", "float32")
+    assert main(["compile", "--op", "indexer_kl", *few, "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = {path.stem for path in (cuda_root() / "kernels").glob("indexer_*.cu")}
+    assert {line.split()[1] for line in lines} == names
+    assert sum("indexer_bits" in line for line in lines) == 1
+    # Of 16-bit elements Hopper's own, of others the portable ones.
+    assert all(("sm_90a" in line) == ("_sm90 192/128 bfloat16" in line) for line in lines)
+
+
+def test_bench_of_an_indexer(tmp_path: Path) -> None:
+    """What torch's own functions give is what is timed."""
+    torch = pytest.importorskip("torch")
+    case = indexer.Case(24, 2, 4, 2, 3, 8, 5, "made")
+    bench = indexer.Bench(torch, case, "cpu", None)
+    found = bench.peer("value_and_grad", bench.rows)(0)()
+    torch.testing.assert_close(tuple(bench.ours("value_and_grad")(0)()[1]), found, rtol=1e-4, atol=1e-6)
+    rows = bench.ours("forward")(0)()
+    torch.testing.assert_close(rows.kl, bench.peer("forward", bench.rows)(0)(), rtol=1e-4, atol=1e-6)
+    yardstick = tmp_path / "one.py"
+    yardstick.write_text("def forward(*x): pass\ndef backward(*x): pass\n")
+    small = ("--device", "cpu", "--seconds", "0.001", "--rounds", "1", "--heads", "2", "--dims", "8", "--sizes", "16")
+    given = ("--index-heads", "2", "--yardstick", str(yardstick), "--out", str(tmp_path), "--name", "small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda f, **how: f)
+        assert main(["bench", "--op", "indexer_kl", *small, *given]) == 0
+    with (tmp_path / "small.csv").open(newline="", encoding="utf-8") as file:
+        written = list(csv.DictReader(file))
+    assert {(row["peer"], row["pass"]) for row in written} == {
+        *((peer, name) for peer in ("streamkl", "eager", "compile") for name in indexer.PASSES),
+        ("yardstick", "forward"),
+        ("yardstick", "backward"),
+    }
+    assert all(row["status"] == "ok" and float(row["ms"]) > 0 for row in written)
 
 
 FEW = ("compile", "--arch", "sm_80", "--dims", "16", "--dtype", "float16", "--masks", "none")

@@ -16,7 +16,7 @@ import numpy as np
 from .. import frameworks
 from ..api import attention_kl_forward, attention_kl_value_and_grad
 from ..testing.timing import DeviceTimer, HostTimer, Outcome, Timer, Variant, host_cost, measure
-from . import context_parallel, environment, report, sparse_attention
+from . import context_parallel, environment, indexer, report, sparse_attention
 from .cases import PASSES, Case, home_of, inputs, to_float64, torch_missing
 from .peers import KEYS, Ours, Peer, peers
 from .values import dims, positive, results, seconds
@@ -30,6 +30,7 @@ examples:
   python -m streamkl_cupy bench --device cpu --plot
   python -m streamkl_cupy bench --op sparse_attention --sizes 64k --patterns 8:16 8:32
   python -m streamkl_cupy bench --op sparse_attention --decode --sizes 128k --batch 16 --heads 32 --key-heads 8
+  python -m streamkl_cupy bench --op indexer_kl --sizes 4k 8k --dims 128 192/128 --index-heads 8 64
   python -m streamkl_cupy bench --op context_parallel            sharded calls on two GPUs beside one, in one table
   python -m streamkl_cupy bench --yardstick my_kernels.py        a module with forward and backward joins in
 
@@ -119,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument(
         "--op",
-        choices=["attention_kl", "sparse_attention", "context_parallel"],
+        choices=["attention_kl", "sparse_attention", "indexer_kl", "context_parallel"],
         default="attention_kl",
         help="what is timed (%(default)s)",
     )
@@ -144,6 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="bench", help="base name of the result files (%(default)s)")
     parser.add_argument("--plot", action="store_true", help="also draw time and memory against N, as a PNG")
     sparse_attention.add_arguments(parser)
+    indexer.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -152,6 +154,8 @@ def run(options: argparse.Namespace) -> int:
         return context_parallel.run(options)
     if options.op == "sparse_attention":
         return sparse_attention.run(options)
+    if options.op == "indexer_kl":
+        return indexer.run(options)
     if options.plot:
         report.require_matplotlib()
     device = options.device or ("cuda" if frameworks.current_gpu() is not None else "cpu")

@@ -23,15 +23,21 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from .. import patterns
+from ..arrays import ArrayView, cuda
 from ..compiler import cache
 from ..compiler import nvrtc as compiler
 from ..concurrency.threads import usable_cores
 from ..errors import CompilerError
+from ..indexer import plan as index_plan
+from ..indexer.problem import to_problem
 from ..kernels import JOINS
 from ..kernels.base import ELEMENT_CODES, PLANES, KernelPlan, Work
 from ..kernels.gpus import DeviceFacts, facts_for_arch
+from ..kernels.indexer import IndexerKernel
 from ..kernels.work_tiles import Schedule
-from ..ops import ATTENTION_KL_TO, SPARSE_ATTENTION
+from ..ops import ATTENTION_KL_TO, INDEXER_KL, INDEXER_TARGET, SPARSE_ATTENTION, Op
+from ..ops.indexer_kl import WRT
+from ..options import IndexOptions
 from ..planning import Plan, make_plan
 from ..problem import Device, MaskSpec, Operand, Problem, Side, compact_strides
 from ..rules.masks import MASKS, registers, together
@@ -52,6 +58,9 @@ DIMS = (
 
 ATTENTION_DIMS = ((64, 64), (128, 128), (80, 48), (64, 128), (192, 128), (256, 256))
 """(queries and keys, values) of attention."""
+
+INDEXER_DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (576, 128))
+"""(teacher, indexer) of indexers."""
 
 ARCHS = ("sm_80", "sm_90", "sm_120")
 # What asks for code of its own: an interval, places, holes, lists, holes on both sides, and all that can come together.
@@ -120,11 +129,34 @@ UNALIGNED = (ELEMENT_TYPES[0], ELEMENT_TYPES[2])
 MASKED = ELEMENT_TYPES[:3]
 
 
+class IndexerEntry(NamedTuple):
+    """One of the indexer's kernels, for an architecture."""
+
+    kernel: IndexerKernel
+    arch: str
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    @property
+    def text(self) -> str:
+        return self.kernel.text
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.kernel.smem_bytes
+
+    def __str__(self) -> str:
+        return str(self.kernel)
+
+
 class Entry(NamedTuple):
     """One kernel of the list, with what it is for."""
 
     label: str
-    kernel: KernelPlan
+    kernel: Any
+    """A `KernelPlan`, or an `IndexerEntry`, which has as much of one as compiling asks for."""
 
 
 class Built(NamedTuple):
@@ -304,6 +336,47 @@ def attention_entries(
     return list(found.values())
 
 
+# Extents of the arrays of an indexer, by the letters of the record.
+_INDEXER_EXTENTS = {"B": 1, "H": 16, "K": 1, "I": 64, "J": 1, "M": 4096, "N": 4096, "C": 2048}
+
+
+def indexer_entries(
+    arch: str, dims: Iterable[tuple[int, int]] = INDEXER_DIMS, types: Iterable[ElementTypes] = ELEMENT_TYPES
+) -> tuple[list[Entry], list[str]]:
+    """The same of the indexer, whose gate is a ReLU, and what is refused; rows see intervals, or what bits say."""
+    facts = facts_for_arch(arch)
+    found: dict[IndexerKernel, Entry] = {}
+    refused = []
+    for pair, type_of, ids in itertools.product(dims, dict.fromkeys((x.teacher, x.student) for x in types), (0, 1)):
+        label = f"{pair[0]}/{pair[1]} {ElementTypes(*type_of)}{' ids' if ids else ''}"
+        try:
+            # Gradients of float16 are not built.
+            wrt = WRT if type_of[1] != "float16" else ()
+            plan = index_plan.make_plan(_indexer_problem(INDEXER_KL, pair, type_of, ids), facts, wrt)
+            of_target = index_plan.make_plan(_indexer_problem(INDEXER_TARGET, pair, type_of, ids), facts)
+            requests = {"": (*plan.forward, *plan.backward), " target": of_target.forward}
+        except NotImplementedError as error:
+            refused.append(f"{label}: {error}")
+            continue
+        for what, kernels in requests.items():
+            for kernel in kernels:
+                entry = IndexerEntry(kernel, kernel.arch(facts))
+                found.setdefault(kernel, Entry(f"{kernel.name} {label}{what}", entry))
+    return list(found.values()), refused
+
+
+def _indexer_problem(op: Op, dims: tuple[int, int], types: tuple[str, str], ids: int) -> Any:
+    extents = {**_INDEXER_EXTENTS, "T": dims[0], "D": dims[1]}
+    named = ["teacher_q", "teacher_k", *WRT, *(["topk_indices"] if ids else [])]
+    views = {}
+    for spec in op.operands:
+        if spec.name in named:
+            dtype = {"teacher": types[0], "index": types[1], "integer": "int32"}.get(spec.elements, "float32")
+            shape = tuple(extents[x] for x in spec.letters.replace("G", ""))
+            views[spec.name] = ArrayView(spec.name, "", cuda(0), dtype, shape, compact_strides(shape), 0, None)
+    return to_problem(op, op.Inputs(*map(views.get, op.names)), IndexOptions(causal=True))
+
+
 def _note(found: dict[KernelPlan, Entry], plan: Plan, facts: DeviceFacts, label: str) -> None:
     """Add the kernels of a plan that are not among the found ones."""
     # Whether keys are split hangs on the numbers of a call.
@@ -415,7 +488,8 @@ def _built(entry: Entry, build: compiler.Build, stored: bool, found: bool = Fals
 
 
 def _text(entry: Entry) -> str:
-    return entry.kernel.text
+    text: str = entry.kernel.text
+    return text
 
 
 def _build_one(text: str, arch: str) -> compiler.Build | str:

@@ -16,12 +16,22 @@ from ..compiler import cache, settings
 from ..compiler.nvrtc import supported_archs
 from ..errors import CompilerError, install
 from ..kernels.base import ELEMENT_CODES
-from ..ops import ATTENTION_KL, ATTENTION_KL_TO, OPS, SPARSE_ATTENTION
+from ..ops import ATTENTION_KL, ATTENTION_KL_TO, INDEXER_KL, SPARSE_ATTENTION
 from ..problem import Problem, Side
 from ..rules.divergences import DIVERGENCES
 from ..rules.scores.given import GIVEN
 from . import catalogue, report
-from .catalogue import ATTENTION_DIMS, DIMS, ELEMENT_TYPES, MASK_CASES, PLAIN, SCORE_CASES, Built, ElementTypes
+from .catalogue import (
+    ATTENTION_DIMS,
+    DIMS,
+    ELEMENT_TYPES,
+    INDEXER_DIMS,
+    MASK_CASES,
+    PLAIN,
+    SCORE_CASES,
+    Built,
+    ElementTypes,
+)
 from .values import dims
 
 HELP = "compile kernels ahead of time into the cache; needs no GPU"
@@ -33,6 +43,7 @@ examples:
   python -m streamkl_cupy compile --dims 128 --masks none causal packed blocks
   python -m streamkl_cupy compile --op sparse_attention --dims 128 192/128
   python -m streamkl_cupy compile --op attention_kl_to --dims 128  of the student
+  python -m streamkl_cupy compile --op indexer_kl --dims 192/128   teacher/indexer
   mkdir -m 755 /opt/kernels && STREAMKL_CACHE_DIR=/opt/kernels python -m streamkl_cupy compile --arch sm_90
                                                                    as root: into an image, for all its users
 
@@ -52,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help="head dims, as 128 or teacher/student 192/128, of sparse_attention keys/values; default: all",
     )
-    parser.add_argument("--op", choices=OPS, default=ATTENTION_KL.name, help="whose kernels (%(default)s)")
+    ops = [op.name for op in (ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION, INDEXER_KL)]
+    parser.add_argument("--op", choices=ops, default=ATTENTION_KL.name, help="whose kernels (%(default)s)")
     names = sorted({name for types in ELEMENT_TYPES for name in types[:2]})
     parser.add_argument(
         "--dtype", nargs="+", choices=names, metavar="TYPE", help=f"only these of {', '.join(names)}; default: all"
@@ -104,6 +116,12 @@ def run(options: argparse.Namespace) -> int:
         if options.op == SPARSE_ATTENTION.name:
             pairs = options.dims or ATTENTION_DIMS
             listed += catalogue.attention_entries(arch, pairs, types, options.masks, options.scores)
+            continue
+        if options.op == INDEXER_KL.name:
+            # Rows see intervals, or what bits say, whatever --masks are.
+            found, without = catalogue.indexer_entries(arch, options.dims or INDEXER_DIMS, types)
+            listed += found
+            refused += [f"{arch} {line}" for line in without]
             continue
         pairs = options.dims or DIMS
         if options.op == ATTENTION_KL_TO.name:

@@ -273,7 +273,7 @@ class Yardstick(Peer):
         self.title = path.stem
         self._missing = torch_missing()
         if not self._missing:
-            self._module = _load(path)
+            self._module = module_of(path)
 
     def missing(self, case: Case) -> str:
         return self._missing
@@ -299,7 +299,8 @@ class Yardstick(Peer):
         return lambda: self._module.backward(*flat, kl, *lse, *scales, case.causal)
 
 
-def _load(path: Path) -> Any:
+def module_of(path: Path) -> Any:
+    """The module of a file that joins in."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ValueError(f"--yardstick {path}: give a Python file with functions forward and backward")
