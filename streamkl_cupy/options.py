@@ -34,15 +34,11 @@ if TYPE_CHECKING:
 
     from .patterns import BlockPattern
 
-    class Shared(TypedDict, total=False):
-        """What the type checker sees of them where a function has several signatures."""
+    # What the type checker sees of them where a function has several signatures.
 
-        teacher_scale: float | None
-        student_scale: float | None
-        teacher_score: str
-        student_score: str
-        teacher_softcap: float | None
-        student_softcap: float | None
+    class SharedByAll(TypedDict, total=False):
+        """Those of every operation over queries and keys of sides."""
+
         causal: bool
         q_offset: int | None
         window: tuple[int | None, int | None] | None
@@ -53,12 +49,26 @@ if TYPE_CHECKING:
         key_mask: Any
         query_mask: Any
         block_mask: BlockPattern | None
-        divergence: str
-        jsd_beta: float | None
-        smoothing: float | None
         layout: Layout
         precision: Precision
         deterministic: bool | None
+
+    class SharedByStudents(SharedByAll, total=False):
+        """With those of a student and its divergence."""
+
+        student_scale: float | None
+        student_score: str
+        student_softcap: float | None
+        divergence: str
+        jsd_beta: float | None
+        smoothing: float | None
+
+    class Shared(SharedByStudents, total=False):
+        """With those of a teacher."""
+
+        teacher_scale: float | None
+        teacher_score: str
+        teacher_softcap: float | None
 
     class SharedByLosses(Shared, total=False):
         """With those of `attention_kl` alone."""
@@ -68,51 +78,19 @@ if TYPE_CHECKING:
         teacher_sink_logits: Any
         student_sink_logits: Any
 
-    class SharedToTargets(TypedDict, total=False):
+    class SharedToTargets(SharedByStudents, total=False):
         """Those beside a target in place of a teacher, with those of `attention_kl_to` alone."""
 
         log_target: bool
-        student_scale: float | None
-        student_score: str
-        student_softcap: float | None
-        causal: bool
-        q_offset: int | None
-        window: tuple[int | None, int | None] | None
-        key_lengths: Any
-        query_lengths: Any
-        cu_seqlens_q: Any
-        cu_seqlens_k: Any
-        key_mask: Any
-        query_mask: Any
-        block_mask: BlockPattern | None
-        divergence: str
-        jsd_beta: float | None
-        smoothing: float | None
-        layout: Layout
-        precision: Precision
-        deterministic: bool | None
         row_weight: Any
         reduction: Reduction
         student_sink_logits: Any
 
-    class SharedByAttention(TypedDict, total=False):
-        """The same of `sparse_attention`."""
+    class SharedByAttention(SharedByAll, total=False):
+        """Those of `sparse_attention`."""
 
         scale: float | None
         softcap: float | None
-        causal: bool
-        q_offset: int | None
-        window: tuple[int | None, int | None] | None
-        key_lengths: Any
-        query_lengths: Any
-        cu_seqlens_q: Any
-        cu_seqlens_k: Any
-        key_mask: Any
-        query_mask: Any
-        block_mask: BlockPattern | None
-        layout: Layout
-        precision: Precision
-        deterministic: bool | None
 
 
 class Row(NamedTuple):
@@ -229,57 +207,68 @@ def _some_rows(name: str, value: Any) -> tuple[int, int]:
     return first, end
 
 
+# Rows that several tables have.
+Scale = Annotated[float | None, Row(_scale, "float?", symbol=True)]
+Score = Annotated[str, Row(lambda name, value: choice(name, value, SCORES), "str")]
+Softcap = Annotated[float | None, Row(_softcap, "float?", symbol=True)]
+Flag = Annotated[bool, Row(flag, "bool")]
+Own = Annotated[bool, Row(flag, "bool", shared=False)]
+Number = Annotated[float | None, Row(_parameter, "float?")]
+Offset = Annotated[int | None, Row(integer, "SymInt?")]
+Window = Annotated[tuple[int, int] | None, Row(_window, "SymInt[]?")]
+# Operators take the key of a pattern, and find the pattern among those alive.
+Pattern = Annotated["BlockPattern | None", Row(_pattern, "Tensor?")]
+Order = Annotated[str, Row(lambda name, value: choice(name, value, LAYOUTS), "str")]
+Products = Annotated[str, Row(lambda name, value: choice(name, value, PRECISIONS), "str")]
+Equal = Annotated[bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")]
+
+
 class Options(NamedTuple):
     """The static options, as they are checked."""
 
-    teacher_scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
-    student_scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
-    teacher_score: Annotated[str, Row(lambda name, value: choice(name, value, SCORES), "str")] = Side.score
-    student_score: Annotated[str, Row(lambda name, value: choice(name, value, SCORES), "str")] = Side.score
-    teacher_softcap: Annotated[float | None, Row(_softcap, "float?", symbol=True)] = None
-    student_softcap: Annotated[float | None, Row(_softcap, "float?", symbol=True)] = None
-    causal: Annotated[bool, Row(flag, "bool")] = False
-    q_offset: Annotated[int | None, Row(integer, "SymInt?")] = None
-    window: Annotated[tuple[int, int] | None, Row(_window, "SymInt[]?")] = None
-    # Operators take the key of a pattern, and find the pattern among those alive.
-    block_mask: Annotated["BlockPattern | None", Row(_pattern, "Tensor?")] = None
+    teacher_scale: Scale = None
+    student_scale: Scale = None
+    teacher_score: Score = Side.score
+    student_score: Score = Side.score
+    teacher_softcap: Softcap = None
+    student_softcap: Softcap = None
+    causal: Flag = False
+    q_offset: Offset = None
+    window: Window = None
+    block_mask: Pattern = None
     divergence: Annotated[str, Row(lambda name, value: choice(name, value, DIVERGENCES), "str")] = "kl"
-    jsd_beta: Annotated[float | None, Row(_parameter, "float?")] = None
-    smoothing: Annotated[float | None, Row(_parameter, "float?")] = None
-    layout: Annotated[str, Row(lambda name, value: choice(name, value, LAYOUTS), "str")] = "bhnd"
-    precision: Annotated[str, Row(lambda name, value: choice(name, value, PRECISIONS), "str")] = "highest"
-    deterministic: Annotated[
-        bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")
-    ] = None
-    return_entropy: Annotated[bool, Row(flag, "bool", shared=False)] = False
+    jsd_beta: Number = None
+    smoothing: Number = None
+    layout: Order = "bhnd"
+    precision: Products = "highest"
+    deterministic: Equal = None
+    return_entropy: Own = False
     # Of calls whose keys are some of those that their rows see, which sharded calls make of themselves.
-    some_keys: Annotated[bool, Row(flag, "bool", shared=False)] = False
+    some_keys: Own = False
     # Of calls whose gradients are added to others, which sharded calls do.
     wide_gradients: Annotated[str, Row(lambda name, value: choice(name, value, WIDE), "str", shared=False)] = ""
     # Whether rows have sinks, whose logits are the doors' own.
-    sunk: Annotated[bool, Row(flag, "bool", shared=False)] = False
+    sunk: Own = False
 
 
 class AttentionOptions(NamedTuple):
     """Those of `sparse_attention`."""
 
-    scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
-    softcap: Annotated[float | None, Row(_softcap, "float?", symbol=True)] = None
-    causal: Annotated[bool, Row(flag, "bool")] = False
-    q_offset: Annotated[int | None, Row(integer, "SymInt?")] = None
-    window: Annotated[tuple[int, int] | None, Row(_window, "SymInt[]?")] = None
-    block_mask: Annotated["BlockPattern | None", Row(_pattern, "Tensor?")] = None
-    layout: Annotated[str, Row(lambda name, value: choice(name, value, LAYOUTS), "str")] = "bhnd"
-    precision: Annotated[str, Row(lambda name, value: choice(name, value, PRECISIONS), "str")] = "highest"
-    deterministic: Annotated[
-        bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")
-    ] = None
+    scale: Scale = None
+    softcap: Softcap = None
+    causal: Flag = False
+    q_offset: Offset = None
+    window: Window = None
+    block_mask: Pattern = None
+    layout: Order = "bhnd"
+    precision: Products = "highest"
+    deterministic: Equal = None
 
 
 class TargetOptions(NamedTuple):
     """Those beside a teacher that is given."""
 
-    log_target: Annotated[bool, Row(flag, "bool")] = False
+    log_target: Flag = False
 
 
 class IndexOptions(NamedTuple):
@@ -287,17 +276,15 @@ class IndexOptions(NamedTuple):
 
     # Every call says it: the default is that of `indexer_target`, which has no student.
     index_scale: Annotated[float, Row(_scale, "float?", symbol=True)] = 1.0
-    teacher_scale: Annotated[float | None, Row(_scale, "float?", symbol=True)] = None
-    relu: Annotated[bool, Row(flag, "bool")] = True
+    teacher_scale: Scale = None
+    relu: Flag = True
     head_groups: Annotated[int | None, Row(_from_one, "SymInt?")] = None
-    causal: Annotated[bool, Row(flag, "bool")] = False
-    q_offset: Annotated[int | None, Row(integer, "SymInt?")] = None
+    causal: Flag = False
+    q_offset: Offset = None
     compress_ratio: Annotated[int, Row(_from_one, "SymInt")] = 1
-    topk_relative: Annotated[bool, Row(flag, "bool")] = False
-    layout: Annotated[str, Row(lambda name, value: choice(name, value, LAYOUTS), "str")] = "bhnd"
-    deterministic: Annotated[
-        bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")
-    ] = None
+    topk_relative: Flag = False
+    layout: Order = "bhnd"
+    deterministic: Equal = None
     # Of `indexer_target` alone: the first row that it is of, and the one after the last.
     rows: Annotated[tuple[int, int] | None, Row(_some_rows, "SymInt[]?", shared=False)] = None
 

@@ -153,6 +153,12 @@ class Problem:
         """The record of the operation."""
         return OPS[self.op]
 
+    @property
+    def open_rows(self) -> bool:
+        """Whether rows have mass besides their keys, in others or in sinks, so that their logit gradients do not add up
+        to 0."""
+        return self.some_keys or self.sunk
+
     def operand(self, name: str) -> Operand:
         """The operand an input name such as "student_k" stands for."""
         op = self.operation

@@ -224,11 +224,20 @@ def test_what_a_default_says_is_what_leaving_it_out_means(function: Any) -> None
     assert masks is options.NO_MASKS
 
 
+def of_checker(name: str) -> dict[str, str]:
+    """Fields of a class that is there for type checkers alone, with those of its base."""
+    found = re.search(rf"class {name}\((\w+), total=False\):\n(.*?)\n\n\n?    ?(?=class|\S)", SOURCE, re.S)
+    assert found, name
+    base = {} if found[1] == "TypedDict" else of_checker(found[1])
+    return base | dict(re.findall(r"^        (\w+): (.*)$", found[2], re.M))
+
+
+SOURCE = inspect.getsource(options)
+
+
 def test_the_checker_sees_every_option() -> None:
     """Functions with several signatures share their options by name, in the words of the one that people read."""
-    source = inspect.getsource(options)
-    body = source.split("class Shared(TypedDict")[1].split("class SharedByLosses")[0]
-    seen = dict(re.findall(r"^        (\w+): (.*)$", body, re.M))
+    seen = of_checker("Shared")
     for name in ("attention_kl", "attention_kl_forward", "attention_kl_value_and_grad"):
         parameters = inspect.signature(PUBLIC[name]).parameters
         assert seen == {option: parameters[option].annotation for option in shared_options(PUBLIC[name])}

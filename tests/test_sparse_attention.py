@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from test_signatures import of_checker
 
 import streamkl_cupy
 from streamkl_cupy import options as table
@@ -845,5 +846,4 @@ def test_every_function_has_every_option(module: str, name: str) -> None:
     if module == "streamkl_cupy":
         for option in given:
             assert re.search(rf"^ +{option}: \S", inspect.getdoc(function) or "", re.M), option
-        seen = re.findall(r"^        (\w+): (.*)$", inspect.getsource(table).split("class SharedByAttention")[1], re.M)
-        assert dict(seen[: len(given)]) == {option: parameters[option].annotation for option in given}
+        assert of_checker("SharedByAttention") == {option: parameters[option].annotation for option in given}

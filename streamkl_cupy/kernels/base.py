@@ -454,9 +454,7 @@ class Kernel(ABC, Generic[Row]):
         constants |= divergence.constants
         if problem.entropy and not task.side:
             constants["SKL_ENTROPY"] = 1
-        # Of neither do the logit gradients of a row add up to 0.
-        some_keys = problem.some_keys or (problem.sunk and task.side)
-        if some_keys and (work.float32 or not task.side):
+        if (problem.open_rows and work.float32) if task.side else problem.some_keys:
             constants["SKL_SOME_KEYS"] = 1
         if problem.wide_gradients and task.side and work.side.dtype != "float32":
             constants["SKL_WIDE"] = int(task.stationary in problem.wide_gradients)

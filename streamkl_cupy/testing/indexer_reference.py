@@ -103,8 +103,8 @@ def _chosen(shape: tuple[int, int, int, int], keys: Keys, bounds: list[list[int]
     return chosen
 
 
-class _Part(NamedTuple):
-    """What one group of heads of one batch entry is made of; matrices are (M, N), lists of them (heads, M, N)."""
+class _At(NamedTuple):
+    """One group of heads of one batch entry."""
 
     b: int
     g: int
@@ -113,6 +113,12 @@ class _Part(NamedTuple):
     index_heads: slice
     key: int
     """The head of index_k."""
+
+
+class _Part(NamedTuple):
+    """What a group is made of; matrices are (M, N), lists of them (heads, M, N)."""
+
+    at: _At
     visible: Array
     lse: Array
     """(heads, M)."""
@@ -128,42 +134,45 @@ class _Part(NamedTuple):
     """Q."""
 
 
+class _Given(NamedTuple):
+    """The inputs and options of `indexer_kl`, but for those of `Keys`."""
+
+    teacher_q: ArrayLike | None
+    teacher_k: ArrayLike | None
+    index_q: ArrayLike
+    index_k: ArrayLike
+    index_weights: ArrayLike | None = None
+    index_scale: float = 1.0
+    teacher_scale: float | None = None
+    teacher_lse: ArrayLike | None = None
+    teacher_q_rope: ArrayLike | None = None
+    teacher_k_rope: ArrayLike | None = None
+    target: ArrayLike | None = None
+    relu: bool = True
+    head_groups: int | None = None
+
+
 class _Call:
     """The inputs in float64, with what the options say of them."""
 
-    def __init__(
-        self,
-        teacher_q: ArrayLike | None,
-        teacher_k: ArrayLike | None,
-        index_q: ArrayLike,
-        index_k: ArrayLike,
-        index_weights: ArrayLike | None = None,
-        *,
-        index_scale: float,
-        teacher_scale: float | None = None,
-        teacher_lse: ArrayLike | None = None,
-        teacher_q_rope: ArrayLike | None = None,
-        teacher_k_rope: ArrayLike | None = None,
-        target: ArrayLike | None = None,
-        relu: bool = True,
-        head_groups: int | None = None,
-        **keys: Any,
-    ) -> None:
-        self.index_q, self.index_k = exact(index_q), exact(index_k)
+    def __init__(self, *inputs: ArrayLike | None, **options: Any) -> None:
+        keys = {name: options.pop(name) for name in Keys._fields if name in options}
+        given = _Given(*inputs, **options)  # type: ignore[arg-type]
+        self.index_q, self.index_k = exact(given.index_q), exact(given.index_k)
         batch, heads, queries, _ = self.index_q.shape
-        self.weights = np.ones((batch, heads, queries)) if index_weights is None else exact(index_weights)
-        self.index_scale, self.relu = index_scale, relu
-        self.groups = head_groups or 1
+        self.weights = np.ones((batch, heads, queries)) if given.index_weights is None else exact(given.index_weights)
+        self.index_scale, self.relu = given.index_scale, given.relu
+        self.groups = given.head_groups or 1
         self.teacher = None
-        if teacher_q is not None and teacher_k is not None:
-            pairs = [(exact(teacher_q), exact(teacher_k))]
-            if teacher_q_rope is not None and teacher_k_rope is not None:
-                pairs.append((exact(teacher_q_rope), exact(teacher_k_rope)))
+        if given.teacher_q is not None and given.teacher_k is not None:
+            pairs = [(exact(given.teacher_q), exact(given.teacher_k))]
+            if given.teacher_q_rope is not None and given.teacher_k_rope is not None:
+                pairs.append((exact(given.teacher_q_rope), exact(given.teacher_k_rope)))
             self.teacher = pairs
             dim = sum(q.shape[-1] for q, _ in pairs)
-            self.teacher_scale = 1 / math.sqrt(dim) if teacher_scale is None else teacher_scale
-        self.lse = None if teacher_lse is None else exact(teacher_lse)
-        self.target = None if target is None else exact(target)
+            self.teacher_scale = 1 / math.sqrt(dim) if given.teacher_scale is None else given.teacher_scale
+        self.lse = None if given.teacher_lse is None else exact(given.teacher_lse)
+        self.target = None if given.target is None else exact(given.target)
         self.shape = (batch, self.groups, queries, self.index_k.shape[2])
         self.visible = visible(self.shape, Keys(**keys))
 
@@ -198,85 +207,76 @@ class _Call:
             seen = self.visible[b, g]
             own = slice(g * heads // groups, (g + 1) * heads // groups)
             own_index = slice(g * index_heads // groups, (g + 1) * index_heads // groups)
-            key = g if index_keys > 1 else 0
+            at = _At(b, g, own, own_index, g if index_keys > 1 else 0)
             with np.errstate(all="ignore"):
                 if self.target is not None:
                     t, lse, bad = np.where(seen, self.target[b, g], 0.0), np.zeros((0, len(seen))), np.zeros_like(seen)
                 else:
                     t, lse, bad = self.teacher_sum(b, own, seen)
-                scores = self.index_q[b, own_index] @ self.index_k[b, key].T
+                scores = self.index_q[b, own_index] @ self.index_k[b, at.key].T
                 weights = self.weights[b, own_index]
                 a = np.maximum(scores, 0) if self.relu else scores
                 logits = self.index_scale * (weights[..., None] * a).sum(axis=0)
                 bad |= seen & ~(np.isfinite(scores).all(axis=0) & np.isfinite(logits))
                 t = np.where(bad.any(axis=-1, keepdims=True) & seen, np.nan, t)
-                yield self._part(b, g, own, own_index, key, seen, lse, t, scores, logits)
+                yield _part(at, seen, lse, t, scores, logits)
 
-    def _part(
-        self,
-        b: int,
-        g: int,
-        heads: slice,
-        index_heads: slice,
-        key: int,
-        seen: Array,
-        lse: Array,
-        t: Array,
-        scores: Array,
-        logits: Array,
-    ) -> _Part:
-        shown = np.where(seen, logits, -np.inf)
-        top = shown.max(axis=-1, initial=-np.inf)
-        top = np.where(np.isfinite(top), top, 0.0)
-        index_lse = top + np.log(np.exp(shown - top[:, None]).sum(axis=-1))
-        mass = t.sum(axis=-1)
-        active = seen.any(axis=-1) & ~(mass == 0)
-        P = t / np.where(active, mass, 1.0)[:, None]
-        log_q = np.where(seen, logits - np.where(active, index_lse, 0.0)[:, None], 0.0)
-        terms = np.where(P == 0, 0.0, P * (np.log(np.where(P == 0, 1.0, P)) - log_q))
-        kl = np.where(active, terms.sum(axis=-1), 0.0)
-        # A row that saw NaN or Inf has no log-sum-exp either.
-        index_lse = np.where(np.isnan(kl), np.nan, index_lse)
-        Q = np.where(seen, np.exp(log_q), 0.0)
-        return _Part(b, g, heads, index_heads, key, seen, lse, t, scores, active, kl, index_lse, P, Q)
+
+def _part(at: _At, seen: Array, lse: Array, t: Array, scores: Array, logits: Array) -> _Part:
+    shown = np.where(seen, logits, -np.inf)
+    top = shown.max(axis=-1, initial=-np.inf)
+    top = np.where(np.isfinite(top), top, 0.0)
+    index_lse = top + np.log(np.exp(shown - top[:, None]).sum(axis=-1))
+    mass = t.sum(axis=-1)
+    active = seen.any(axis=-1) & ~(mass == 0)
+    P = t / np.where(active, mass, 1.0)[:, None]
+    log_q = np.where(seen, logits - np.where(active, index_lse, 0.0)[:, None], 0.0)
+    terms = np.where(P == 0, 0.0, P * (np.log(np.where(P == 0, 1.0, P)) - log_q))
+    kl = np.where(active, terms.sum(axis=-1), 0.0)
+    # A row that saw NaN or Inf has no log-sum-exp either.
+    index_lse = np.where(np.isnan(kl), np.nan, index_lse)
+    Q = np.where(seen, np.exp(log_q), 0.0)
+    return _Part(at, seen, lse, t, scores, active, kl, index_lse, P, Q)
 
 
 def forward(*inputs: ArrayLike | None, **options: Any) -> Rows:
     """Dense float64 rows of the inputs and options of `indexer_kl`."""
-    call = _Call(*inputs, **options)  # type: ignore[arg-type]
+    call = _Call(*inputs, **options)
     kl, index_lse, target_sum = (np.empty(call.shape[:3]) for _ in range(3))
     active = np.empty(call.shape[:3], np.bool_)
     heads = 0 if call.teacher is None else call.teacher[0][0].shape[1]
     teacher_lse = np.empty((call.shape[0], heads, call.shape[2]))
     for part in call.parts():
-        at = part.b, part.g
+        b, g, heads, _, _ = part.at
+        at = b, g
         kl[at], index_lse[at], target_sum[at] = part.kl, part.index_lse, part.t.sum(axis=-1)
         active[at] = part.active
         if len(part.lse):
-            teacher_lse[part.b, part.heads] = part.lse
+            teacher_lse[b, heads] = part.lse
     return Rows(kl, index_lse, target_sum, teacher_lse, active)
 
 
 def backward(grad: ArrayLike, *inputs: ArrayLike | None, **options: Any) -> Grads:
     """Dense float64 gradients of sum(grad * kl), `grad` (B, G, M); rows of a `grad` of 0 have none, NaN or not."""
-    call = _Call(*inputs, **options)  # type: ignore[arg-type]
+    call = _Call(*inputs, **options)
     upstream = exact(grad)
     d_q, d_k, d_w = np.zeros_like(call.index_q), np.zeros_like(call.index_k), np.zeros_like(call.weights)
     for part in call.parts():
-        g = np.where(part.active, upstream[part.b, part.g], 0.0)
+        b, group, _, heads, key = part.at
+        g = np.where(part.active, upstream[b, group], 0.0)
         with np.errstate(all="ignore"):
             d_logits = call.index_scale * np.where(
                 part.visible & (g != 0)[:, None], g[:, None] * (part.predicted - part.target), 0.0
             )
-            k = _finite_rows(call.index_k[part.b, part.key])
-            for n, h in enumerate(range(part.index_heads.start, part.index_heads.stop)):
+            k = _finite_rows(call.index_k[b, key])
+            for n, h in enumerate(range(heads.start, heads.stop)):
                 closed = (part.scores[n] <= 0) & ~np.isnan(d_logits) if call.relu else False
                 gated = np.where(closed, 0.0, d_logits)
-                weight = np.where(g != 0, call.weights[part.b, h], 0.0)
-                d_q[part.b, h] = weight[:, None] * (gated @ k)
-                d_w[part.b, h] = np.where(gated == 0, 0.0, gated * part.scores[n]).sum(axis=-1)
+                weight = np.where(g != 0, call.weights[b, h], 0.0)
+                d_q[b, h] = weight[:, None] * (gated @ k)
+                d_w[b, h] = np.where(gated == 0, 0.0, gated * part.scores[n]).sum(axis=-1)
                 weighted = np.where(gated == 0, 0.0, gated * weight[:, None])
-                d_k[part.b, part.key] += weighted.T @ _finite_rows(call.index_q[part.b, h])
+                d_k[b, key] += weighted.T @ _finite_rows(call.index_q[b, h])
     return Grads(d_q, d_k, d_w)
 
 
@@ -287,7 +287,7 @@ def target(teacher_q: ArrayLike, teacher_k: ArrayLike, **options: Any) -> Array:
     call = _Call(teacher_q, teacher_k, index, index_k, index_scale=1.0, **options)
     t = np.empty(call.shape)
     for part in call.parts():
-        t[part.b, part.g] = part.t
+        t[part.at.b, part.at.g] = part.t
     return t
 
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..numpy_backend.elements import narrow, widen
 from ..problem import Side
-from ..rules.divergences import bound, given_parameters
+from ..rules.divergences import PARAMETERS, bound, given_parameters
 from ..rules.divergences.interface import Divergence, log_softmax, log_sum_exp, terms_of
 from ..rules.scores import SCORES
 from ..rules.scores.interface import Score
@@ -298,14 +298,8 @@ def reduce(kl: Array, teacher_lse: Array, row_weight: ArrayLike | None, reductio
 
 def plain(
     grad: ArrayLike,
-    teacher_q: Array,
-    teacher_k: Array,
-    student_q: Array,
-    student_k: Array,
-    *,
+    *inputs: Array,
     divergence: str = "kl",
-    jsd_beta: float | None = None,
-    smoothing: float | None = None,
     dtypes: tuple[str, str] = ("float32", "float32"),
     **options: Any,
 ) -> tuple[Array, Grads]:
@@ -315,10 +309,11 @@ def plain(
     has them. Logit gradients are rounded to the type of their side before the second products, as matrix units need it,
     and gradients once more at the end. `dtypes` are the teacher's and the student's.
     """
-    call = _Call((teacher_q, teacher_k, student_q, student_k), **options)
+    numbers = given_parameters({name: options.pop(name, None) for name in PARAMETERS})
+    call = _Call(inputs, **options)
     upstream = call.canonical_rows(exact(grad)).astype(np.float32)
     rows, value = np.empty(call.row_shape, np.float32), call.zeros()
-    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
+    entry = bound(divergence, numbers)
     for index, keys, teacher, student in call.heads(np.float32):
         visible = call.visible[index]
         fresh, again = (
