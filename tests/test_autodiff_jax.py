@@ -1,5 +1,5 @@
-"""What differentiates by JAX, asked with an operation that is none of the package's: means of values by a softmax, each
-times a weight of its row that may be absent. It has two results, one of them with columns, both differentiable."""
+"""What differentiates by JAX, asked with an operation that is none of the package's: its means are times the
+weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
+from toy_operation import MEANS
 
 from streamkl_cupy import numpy_backend, validate
 from streamkl_cupy.arrays import host
 from streamkl_cupy.call import Call
 from streamkl_cupy.numpy_backend.block import canonical
 from streamkl_cupy.numpy_backend.elements import narrow, widen
-from streamkl_cupy.ops import OPS, Op, OperandSpec, SavedSpec, Task
+from streamkl_cupy.ops import OPS, Op
 from streamkl_cupy.options import NO_MASKS
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -26,32 +27,6 @@ jax = pytest.importorskip("jax")
 jnp = pytest.importorskip("jax.numpy")
 autodiff = pytest.importorskip("streamkl_cupy.autodiff.jax")
 
-MEANS = Op(
-    name="means",
-    operands=(
-        OperandSpec("query", "only", "q", "H", "D", max_dim=64),
-        OperandSpec("key", "only", "k", "H_k", "D", max_dim=64),
-        OperandSpec("value", "only", "k", "H_k", "D_v", max_dim=64, extra=True),
-        OperandSpec("weight", "only", "q", "H", "", max_dim=1, extra=True, optional=True),
-    ),
-    like="query",
-    rows=("lse",),
-    log_sum_exps=("lse",),
-    vectors=(("out", "D_v"),),
-    saved=(
-        SavedSpec("grad", "out"),
-        SavedSpec("lse", "lse"),
-        SavedSpec("grad_lse", "lse", optional=True),
-    ),
-    wrt=("query", "value"),
-    forward=Task("forward", outputs=(("out", "out"), ("lse", "lse"))),
-    gradients=tuple(
-        Task("gradient", "only", rows, (("out", x),)) for x, rows in (("query", "q"), ("value", "k"), ("weight", "q"))
-    ),
-    fused=(),
-    max_gradient_dim=64,
-    rules=("mask",),
-)
 # Checks and problems know of arrays with columns only.
 WITH_COLUMNS = replace(MEANS, operands=MEANS.operands[:3])
 

@@ -1,6 +1,5 @@
-"""What differentiates by torch, asked with an operation that is none of the package's: means of values by a softmax of
-logits times a weight of the row that may be absent, added up over heads. It has results with columns and without, whose
-rows are not those of an operand, two of them differentiable, and an operand that is a constant."""
+"""What differentiates by torch, asked with an operation that is none of the package's: its logits are times the
+weights, and its results added up over heads, so that rows are not those of an operand."""
 
 from __future__ import annotations
 
@@ -9,15 +8,17 @@ import importlib
 import math
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import toy_operation
 
 from streamkl_cupy import options, patterns
 from streamkl_cupy.call import Call
-from streamkl_cupy.ops import Op, OperandSpec, SavedSpec, Task
+from streamkl_cupy.ops import SavedSpec
 from streamkl_cupy.options import NO_MASKS, TABLES
 from streamkl_cupy.patterns.pattern import pattern_of
 from streamkl_cupy.rules import reductions
@@ -25,33 +26,12 @@ from streamkl_cupy.rules import reductions
 torch = pytest.importorskip("torch")
 autodiff = importlib.import_module("streamkl_cupy.autodiff.torch")
 
-MEANS = Op(
+# With one more result where it is asked for, and one that is saved.
+MEANS = replace(
+    toy_operation.MEANS,
     name="sums_of_means",
-    operands=(
-        OperandSpec("query", "only", "q", "H", "D", max_dim=64),
-        OperandSpec("key", "only", "k", "H", "D", max_dim=64),
-        OperandSpec("value", "only", "k", "H", "D_v", max_dim=64, extra=True),
-        OperandSpec("weight", "only", "q", "H", "", max_dim=1, extra=True, optional=True),
-    ),
-    like="query",
-    rows=("lse",),
-    log_sum_exps=("lse",),
-    vectors=(("out", "D_v"),),
     asked_rows=(("entropy", "entropy", "entropy"),),
-    saved=(
-        SavedSpec("grad", "out"),
-        SavedSpec("lse", "lse"),
-        SavedSpec("out", "out"),
-        SavedSpec("grad_lse", "lse", optional=True),
-    ),
-    wrt=("query", "value"),
-    forward=Task("forward", outputs=(("out", "out"), ("lse", "lse"))),
-    gradients=tuple(
-        Task("gradient", "only", rows, (("out", x),)) for x, rows in (("query", "q"), ("value", "k"), ("weight", "q"))
-    ),
-    fused=(),
-    max_gradient_dim=64,
-    rules=("mask",),
+    saved=(*toy_operation.MEANS.saved[:2], SavedSpec("out", "out"), *toy_operation.MEANS.saved[2:]),
     settings=(("return_entropy", "entropy"),),
 )
 
