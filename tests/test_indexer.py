@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +37,7 @@ from streamkl_cupy.kernels.gpus import GPUS, DeviceFacts
 from streamkl_cupy.kernels.indexer import IndexerKernel, IndexerShape
 from streamkl_cupy.numpy_backend import indexer as backend
 from streamkl_cupy.numpy_backend.elements import narrow, widen
-from streamkl_cupy.ops import INDEXER_KL
+from streamkl_cupy.ops import INDEXER_KL, INDEXER_TARGET
 from streamkl_cupy.options import IndexOptions
 from streamkl_cupy.testing import indexer_reference as reference
 
@@ -1057,3 +1059,26 @@ def test_bits_of_bfloat16_are_read_as_such(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(narrow(wide[0], np.dtype(np.uint16)), x[0].view(np.uint16))
     kl, expected = (streamkl_cupy.indexer_kl(*a, index_scale=0.3) for a in (x, wide))
     np.testing.assert_array_equal(kl, expected)
+
+
+PUBLIC = (
+    *("indexer_kl", "indexer_kl_forward", "indexer_kl_backward", "indexer_kl_value_and_grad"),
+    *("indexer_target", "indexer_kl_plan", "indexer_kl_warmup"),
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_signatures_are_those_of_the_table(name: str) -> None:
+    """And every option is documented."""
+    function = getattr(streamkl_cupy, name)
+    op = INDEXER_TARGET if name == "indexer_target" else INDEXER_KL
+    given = inspect.signature(function).parameters
+    student = ("index_scale", "relu", "deterministic")
+    defaults = {n: x for n, x in IndexOptions._field_defaults.items() if n != "rows" or op is INDEXER_TARGET}
+    for option, default in defaults.items():
+        if op is INDEXER_TARGET and option in student:
+            continue
+        assert given[option].default == (inspect.Parameter.empty if option == "index_scale" else default), option
+    assert {x.name for x in op.operands} <= set(given)
+    for option in given:
+        assert re.search(rf"^ +{option}: \S", inspect.getdoc(function) or "", re.M), option
