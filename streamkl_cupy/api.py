@@ -272,18 +272,16 @@ def _backward(
     arguments: tuple[Any, ...],
     given: dict[str, Any],
     saved: Any,
-    teacher_lse: Any,
-    student_lse: Any,
-    kl: Any,
-    moments: Any,
     wrt: Any,
-    **of_sinks: Any,
+    teacher_sink_logits: Any,
+    student_sink_logits: Any,
+    **parts: Any,
 ) -> KLGradients[Any] | KLSinkGradients[Any]:
     grad, *operands = arguments
-    asked = LossOptions(**of_sinks)
+    asked = LossOptions(teacher_sink_logits=teacher_sink_logits, student_sink_logits=student_sink_logits)
     call = Call.of(ATTENTION_KL, tuple(operands), with_sunk(given, asked))
     sunk = call.options.sunk and validate.sinks(asked.sinks, call.options)
-    teacher_lse, student_lse, kl, moments = validate.saved_rows(saved, teacher_lse, student_lse, kl, moments)
+    teacher_lse, student_lse, kl, moments = validate.saved_rows(saved, **parts)
     wrt = validate.wanted(call.op, wrt)
     moments = validate.rows_given(call.op, kl, moments, call.options.divergence, wrt)
     ready = call.ready(SavedArrays((grad, teacher_lse, student_lse, kl, moments)))

@@ -96,19 +96,22 @@ def rounded(x: ArrayLike, dtype: str) -> Array:
         return x.astype(dtype).astype(np.float32)
 
 
+def _taken(options: dict[str, Any]) -> Divergence:
+    """The divergence that options name, with its numbers, which are taken out of them."""
+    numbers = given_parameters({name: options.pop(name, None) for name in PARAMETERS})
+    return bound(options.pop("divergence", "kl"), numbers)
+
+
 def forward_to(
     target: ArrayLike,
     student_q: ArrayLike,
     student_k: ArrayLike,
     *,
     log_target: bool = False,
-    divergence: str = "kl",
-    jsd_beta: float | None = None,
-    smoothing: float | None = None,
     **options: Any,
 ) -> Rows:
     """`forward` with a target in place of the teacher."""
-    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
+    entry = _taken(options)
     return _forward(_To(target, (student_q, student_k), log_target, entry.zeros, **options), entry)
 
 
@@ -119,13 +122,10 @@ def backward_to(
     student_k: ArrayLike,
     *,
     log_target: bool = False,
-    divergence: str = "kl",
-    jsd_beta: float | None = None,
-    smoothing: float | None = None,
     **options: Any,
 ) -> Gradients:
     """`backward` with a target in place of the teacher, of which there are no gradients: 0 stands for them."""
-    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
+    entry = _taken(options)
     return _backward(grad, _To(target, (student_q, student_k), log_target, entry.zeros, **options), entry)
 
 
@@ -134,14 +134,10 @@ def forward(
     teacher_k: ArrayLike,
     student_q: ArrayLike,
     student_k: ArrayLike,
-    *,
-    divergence: str = "kl",
-    jsd_beta: float | None = None,
-    smoothing: float | None = None,
     **options: Any,
 ) -> Rows:
     """Dense float64 forward. `options` are those of `attention_kl` that change the value of a row."""
-    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
+    entry = _taken(options)
     return _forward(_Call((teacher_q, teacher_k, student_q, student_k), **options), entry)
 
 
@@ -185,17 +181,13 @@ def backward(
     teacher_k: ArrayLike,
     student_q: ArrayLike,
     student_k: ArrayLike,
-    *,
-    divergence: str = "kl",
-    jsd_beta: float | None = None,
-    smoothing: float | None = None,
     **options: Any,
 ) -> Gradients:
     """Dense float64 gradients of sum(grad * rows), `grad` shaped like the rows.
 
     NaN and Inf in inputs reach the gradients of the rows that see them and of the keys those rows see, no others.
     """
-    entry = bound(divergence, given_parameters({"jsd_beta": jsd_beta, "smoothing": smoothing}))
+    entry = _taken(options)
     return _backward(grad, _Call((teacher_q, teacher_k, student_q, student_k), **options), entry)
 
 
@@ -299,7 +291,6 @@ def reduce(kl: Array, teacher_lse: Array, row_weight: ArrayLike | None, reductio
 def plain(
     grad: ArrayLike,
     *inputs: Array,
-    divergence: str = "kl",
     dtypes: tuple[str, str] = ("float32", "float32"),
     **options: Any,
 ) -> tuple[Array, Grads]:
@@ -309,11 +300,10 @@ def plain(
     has them. Logit gradients are rounded to the type of their side before the second products, as matrix units need it,
     and gradients once more at the end. `dtypes` are the teacher's and the student's.
     """
-    numbers = given_parameters({name: options.pop(name, None) for name in PARAMETERS})
+    entry = _taken(options)
     call = _Call(inputs, **options)
     upstream = call.canonical_rows(exact(grad)).astype(np.float32)
     rows, value = np.empty(call.row_shape, np.float32), call.zeros()
-    entry = bound(divergence, numbers)
     for index, keys, teacher, student in call.heads(np.float32):
         visible = call.visible[index]
         fresh, again = (
