@@ -167,7 +167,7 @@ class Guest(Framework):
             raise _unreadable(name, x, cause) from cause
 
 
-class _Settled:
+class _WithoutStream:
     """An export that takes no stream: TensorFlow waits for its own before it exports."""
 
     def __init__(self, x: Any) -> None:
@@ -190,7 +190,7 @@ class TensorFlow(Guest):
         self.tensorflow = tensorflow
 
     def lent(self, x: Any) -> Any:
-        return _Settled(x)
+        return _WithoutStream(x)
 
     def give(self, array: Any, like: Any) -> Any:
         if not isinstance(array, (np.ndarray, np.generic)):

@@ -36,7 +36,7 @@ class JAX(Framework):
         if isinstance(x, self.tracer):
             raise TypeError(
                 f"{name} is a JAX tracer, which holds no numbers; inside jit, grad, vmap or scan call "
-                f"streamkl_cupy.attention_kl or sparse_attention, not the explicit functions"
+                f"attention_kl, sparse_attention or indexer_kl, not the explicit functions"
             )
         if x.is_deleted():
             raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")

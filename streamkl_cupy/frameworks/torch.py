@@ -100,7 +100,7 @@ class Torch(Framework):
         if torch._C._functorch.is_functorch_wrapped_tensor(x) or torch._is_functional_tensor(x):
             return (
                 "is a tensor inside a torch.func transform (vmap, grad, jvp, functionalize), which has no memory to "
-                "read; the explicit functions work on plain tensors, call attention_kl or sparse_attention there"
+                "read; the explicit functions work on plain tensors: call attention_kl, sparse_attention or indexer_kl"
             )
         if x.is_nested or x.layout is not torch.strided:
             return f"is not a dense tensor (layout {x.layout}, nested {x.is_nested}); pass a padded or dense one"

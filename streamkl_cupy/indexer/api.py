@@ -106,9 +106,10 @@ def _is_torchs(x: Any) -> bool:
     return any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__)
 
 
-def _jax() -> Any:
-    # Imported when JAX arrays come, since it imports JAX.
-    return importlib.import_module(".jax", __package__)
+def _door(framework: str) -> Any:
+    """The module here for a framework that runs calls in its own programs; None for others."""
+    # Imported when its arrays come, since it imports the framework.
+    return None if frameworks.door(framework) is None else importlib.import_module(f".{framework}", __package__)
 
 
 def _loss(placed: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
@@ -121,8 +122,8 @@ def _loss(placed: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
 
         return loss(*split(INDEXER_KL, placed, given), asked)
     call = call_of(INDEXER_KL, placed, given)
-    if frameworks.framework_of(INDEXER_KL.like, like) == "jax":
-        return _jax().loss(call, asked)
+    if (door := _door(frameworks.framework_of(INDEXER_KL.like, like))) is not None:
+        return door.loss(call, asked)
     ready = call.ready()
     view = _like(ready)
     weight = _weight(asked.row_weight, ready)
@@ -163,8 +164,8 @@ def _forward(placed: tuple[Any, ...], given: dict[str, Any]) -> Any:
     call = call_of(INDEXER_KL, placed, given)
     ready = call.ready()
     view = _like(ready)
-    if view.framework == "jax":
-        return _jax().forward(call)
+    if (door := _door(view.framework)) is not None:
+        return door.forward(call)
     stats = _reduced(ready, tuple(ready.forward()), IndexLoss(return_stats=True))
     return frameworks.given_back(view, call.operands[call.op.at], stats)
 
@@ -202,8 +203,8 @@ def _backward(
     ready = call.ready(SavedArrays(read))
     ready.checked.backward_bytes(wrt)
     view = _like(ready)
-    if view.framework == "jax":
-        return _jax().backward(call, read, wrt)
+    if (door := _door(view.framework)) is not None:
+        return door.backward(call, read, wrt)
     return frameworks.given_back(view, call.operands[call.op.at], _gradients(ready.backward(wrt)))
 
 
@@ -244,8 +245,8 @@ def _value_and_grad(
     weight = _weight(row_weight, ready)
     if weight is not None:
         weight = FRAMEWORKS[view.framework].detached(weight)
-    if view.framework == "jax":
-        return _jax().value_and_grad(call, weight, reduction, wrt)
+    if (door := _door(view.framework)) is not None:
+        return door.value_and_grad(call, weight, reduction, wrt)
     rows, xp = ready.forward(), frameworks.namespace(view)
     with frameworks.on_device(view):
         marks = inactive(xp, rows.target_sum.array)
@@ -260,8 +261,8 @@ def _target(placed: tuple[Any, ...], given: dict[str, Any]) -> Any:
     call = call_of(INDEXER_TARGET, placed, given)
     ready = call.ready()
     view = _like(ready)
-    if view.framework == "jax":
-        return _jax().target(call)
+    if (door := _door(view.framework)) is not None:
+        return door.target(call)
     return frameworks.given_back(view, call.operands[call.op.at], ready.forward().target.array)
 
 
