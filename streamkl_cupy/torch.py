@@ -199,7 +199,7 @@ def _check_given(name: str, x: Any, rows: Tensor) -> None:
 
 @functools.partial(
     torch.compiler.disable,
-    reason="it computes on memory that tracers do not have; attention_kl, sparse_attention and indexer_kl can be compiled",
+    reason="it computes on memory that tracers do not have; attention_kl, sparse_attention, indexer_kl can be compiled",
 )
 def outside_programs(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an explicit function from code that torch.compile compiles, which is interrupted there."""

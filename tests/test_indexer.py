@@ -18,6 +18,7 @@ from test_guests import Own
 import streamkl_cupy
 from streamkl_cupy import arrays
 from streamkl_cupy.compiler import nvrtc
+from streamkl_cupy.errors import CaptureError
 from streamkl_cupy.indexer import plan, problem
 from streamkl_cupy.kernels import (
     indexer_bits,
@@ -1014,6 +1015,30 @@ def test_autograd_and_cupy_on_a_gpu(rng: np.random.Generator) -> None:
     close(kl.cpu(), reference.forward(*(a.double().cpu().numpy() for a in half), **options).kl, 6e-6)
     with pytest.raises(NotImplementedError, match="float16 on a GPU are not built"):
         streamkl_cupy.indexer_kl_value_and_grad(*half, **options)
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured_after_warmup_alone(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    first, second = make(rng, M=150, N=170), make(rng, M=150, N=170)
+    there = [torch.from_numpy(a.copy()).cuda() for a in first]
+    options: dict[str, Any] = {"index_scale": 0.4 + 0.01 * rng.random(), "causal": True}
+    torch.cuda.synchronize()
+    with pytest.raises(CaptureError, match="indexer_kl_warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        streamkl_cupy.indexer_kl_value_and_grad(*there, **options)
+    streamkl_cupy.indexer_kl_warmup(*there, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value, grads = streamkl_cupy.indexer_kl_value_and_grad(*there, **options)
+    for numbers in (second, first):
+        for a, b in zip(there, numbers, strict=True):
+            a.copy_(torch.from_numpy(b))
+        graph.replay()
+        expected, others = streamkl_cupy.indexer_kl_value_and_grad(*numbers, **options)
+        assert abs(value.item() - float(expected)) < 4e-6
+        doubt = in_doubt(np.full((2, 1, 150), 1 / 300), *numbers, **options)
+        for a, b, d in zip(grads, others, doubt.values(), strict=True):
+            near(a.cpu(), b, 2e-5, 2 * d)
 
 
 @pytest.mark.gpu
