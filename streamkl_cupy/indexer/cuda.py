@@ -251,6 +251,12 @@ class _Call:
 
     def _rows(self, room: Mapping[str, _Place]) -> tuple[dict[str, Value], dict[str, Value]]:
         """Find which keys rows see; what all score kernels read, and what the kernel of bits does."""
+        fields = self._row_fields(room)
+        self._run(indexer_rows.plan(), (self.cut.grid_tiles, self.problem["B"]), fields)
+        return self._score_fields(room), fields
+
+    def _row_fields(self, room: Mapping[str, _Place]) -> dict[str, Value]:
+        """What the kernels read that say which keys rows see."""
         p, views, rule = self.problem, self.views, self.problem.rule
         wide = {
             "q": "cu_seqlens_q",
@@ -262,7 +268,7 @@ class _Call:
         }
         ends = views.get("cu_seqlens_q")
         ids = views.get("topk_indices")
-        fields: dict[str, Value] = {
+        return {
             **_tensor("key_start", views.get("key_start"), p, "B-M"),
             **_tensor("key_end", views.get("key_end"), p, "B-M"),
             **_tensor("mask", views.get("key_mask"), p, "B-N"),
@@ -284,9 +290,11 @@ class _Call:
             "bit_rows": 1,
             **{f"wide_{key}": int(name in views and views[name].dtype == "int64") for key, name in wide.items()},
         }
-        self._run(indexer_rows.plan(), (self.cut.grid_tiles, p["B"]), fields)
-        n = self.sizes
-        args: dict[str, Value] = {
+
+    def _score_fields(self, room: Mapping[str, _Place]) -> dict[str, Value]:
+        """What kernels of score tiles read, and those of their products."""
+        p, views, n = self.problem, self.views, self.sizes
+        return {
             **_tensor("teacher_q", views.get("teacher_q"), p, "BHMT"),
             **_tensor("teacher_k", views.get("teacher_k"), p, "BKNT"),
             **_tensor("rope_q", views.get("teacher_q_rope"), p, "BHMR"),
@@ -331,7 +339,6 @@ class _Call:
             "teacher_scale2": p.teacher_scale * LOG2E,
             "index_scale2": p.index_scale * LOG2E,
         }
-        return args, fields
 
     def _bits(self, rows: dict[str, Value], room: Mapping[str, _Place], tiles: range) -> dict[str, Value]:
         """Make the bits of the rows of some tiles; what a launch for these reads."""
