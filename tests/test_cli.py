@@ -30,7 +30,7 @@ from streamkl_cupy.compiler import nvrtc as compiler
 from streamkl_cupy.compiler import settings
 from streamkl_cupy.compiler.source import cuda_root
 from streamkl_cupy.errors import CompilerError, install
-from streamkl_cupy.testing import timing
+from streamkl_cupy.testing import indexer_reference, timing
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = Case("cpu", 1, 2, 40, 56, 32, 16, "float32", False)
@@ -850,11 +850,30 @@ def test_bench_of_an_indexer(tmp_path: Path) -> None:
     with (tmp_path / "small.csv").open(newline="", encoding="utf-8") as file:
         written = list(csv.DictReader(file))
     assert {(row["peer"], row["pass"]) for row in written} == {
-        *((peer, name) for peer in ("streamkl", "eager", "compile") for name in indexer.PASSES),
-        ("yardstick", "forward"),
-        ("yardstick", "backward"),
+        *((peer, name) for peer in ("streamkl", "eager", "compile", "yardstick") for name in indexer.PASSES),
     }
     assert all(row["status"] == "ok" and float(row["ms"]) > 0 for row in written)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lse", ["given", "made"])
+def test_the_indexer_in_triton_is_right(lse: str) -> None:
+    """What is timed beside this package computes the same."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    bench = indexer.Bench(torch, indexer.Case(300, 2, 4, 2, 3, 192, 64, lse), "cuda", None)
+    module = bench.others["triton"]
+    options = {name: x for name, x in bench.options.items() if name != "teacher_lse"}
+    x = [a.double().cpu().numpy() for a in (*bench.teacher, *bench.student)]
+    grads = indexer_reference.backward(
+        bench.grad.double().cpu().numpy()[:, None], *x[:3], x[3][:, None], x[4], **options
+    )
+    rows = indexer_reference.forward(*x[:3], x[3][:, None], x[4], **options)
+    kl, *_ = bench.module(module, "forward")(0)()
+    assert np.abs(kl.double().cpu().numpy() - rows.kl[:, 0]).max() < 1e-4
+    for found, right in zip(bench.module(module, "backward")(0)(), grads, strict=True):
+        found = found.double().cpu().numpy().reshape(right.shape)
+        assert np.linalg.norm(found - right) < 1e-2 * np.linalg.norm(right)
 
 
 FEW = ("compile", "--arch", "sm_80", "--dims", "16", "--dtype", "float16", "--masks", "none")

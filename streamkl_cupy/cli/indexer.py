@@ -1,9 +1,9 @@
 """`python -m streamkl_cupy bench --op indexer_kl`: the KL of an indexer beside the same written in torch.
 
 Causal, the teacher's log-sum-exps given unless --make-lse, weights of the heads in float32. Peers are torch's own
-functions, eager and compiled, on matrices of M x N, and what --yardstick names: a module with `forward(q, k, index_q,
-index_k, weights, lse, index_scale)`, which gives the KL of each row, and `backward(grad, ...)` of the same, which gives
-the gradients of the last three of these but the log-sum-exps. A peer whose matrices would not fit says so.
+functions, eager and compiled, on matrices of M x N; on a GPU a program in Triton, where that is installed; and what
+--yardstick names, a module with `forward(q, k, index_q, index_k, weights, lse, index_scale)` and `backward(grad, saved,
+...)` of the same, which gets what the forward gave. A peer whose matrices would not fit says so.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import csv
 import datetime
 import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,7 +107,10 @@ class Bench:
     """Calls of one case on one device."""
 
     def __init__(self, torch: Any, case: Case, device: str, other: Any) -> None:
-        self.torch, self.case, self.other = torch, case, other
+        self.torch, self.case = torch, case
+        self.others = {} if other is None else {"yardstick": other}
+        if device == "cuda" and importlib.util.find_spec("triton") is not None:
+            self.others["triton"] = importlib.import_module(".triton_indexer", __package__)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         b, n = case.batch, case.n
 
@@ -119,6 +123,7 @@ class Bench:
         self.options = {"index_scale": (case.index_heads * case.index_dim) ** -0.5, "causal": True}
         made = indexer_kl_forward(*self.teacher, *self.student, **self.options)
         self.lse, self.grad = made.teacher_lse, fresh(b, n, dtype=torch.float32)
+        self.mean = torch.full_like(self.grad, 1 / self.grad.numel())
         if case.lse == "given":
             self.options["teacher_lse"] = self.lse
 
@@ -130,8 +135,7 @@ class Bench:
             found["streamkl", name] = self.ours(name)
             found["eager", name] = self.peer(name, self.rows)
             found["compile", name] = self.peer(name, whole)
-            if self.other is not None and name != "value_and_grad":
-                found["yardstick", name] = self.yardstick(name)
+            found |= {(key, name): self.module(module, name) for key, module in self.others.items()}
         return found
 
     def ours(self, name: str) -> Callable[[int], Any]:
@@ -148,11 +152,19 @@ class Bench:
 
         return prepare
 
-    def yardstick(self, name: str) -> Callable[[int], Any]:
+    def module(self, of: Any, name: str) -> Callable[[int], Any]:
         """Of a module that joins in."""
         x = (*self.teacher, *self.student, self.lse if self.case.lse == "given" else None, self.options["index_scale"])
-        given = () if name == "forward" else (self.grad,)
-        return lambda _: lambda: getattr(self.other, name)(*given, *x)
+
+        def prepare(_: int) -> Any:
+            if name == "forward":
+                return lambda: of.forward(*x)
+            if name == "value_and_grad":
+                return lambda: of.backward(self.mean, of.forward(*x), *x)
+            saved = of.forward(*x)
+            return lambda: of.backward(self.grad, saved, *x)
+
+        return prepare
 
     def peer(self, name: str, rows: Callable[..., Any]) -> Callable[[int], Any]:
         """Of a differentiable function of torch's."""
