@@ -215,15 +215,15 @@ def test_home_is_the_default_and_the_variable_wins(tmp_path: Path, monkeypatch: 
     assert settings.cache_dir() == Path.cwd() / "some" / "where"
 
 
-def test_sixteen_processes_at_once_on_an_empty_cache(folder: Path) -> None:
+def test_processes_at_once_on_an_empty_cache(folder: Path) -> None:
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", CHILD]
     environment = child_environment()
     children = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(16)
+        for _ in range(6)
     ]
     outputs = [child.communicate(timeout=300) for child in children]
-    assert [child.returncode for child in children] == [0] * 16, outputs
+    assert [child.returncode for child in children] == [0] * 6, outputs
     assert {out.split()[1] for out, _ in outputs} == {"True"}
     entries = list(folder.glob("*.cubin"))
     assert entries
