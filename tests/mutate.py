@@ -161,14 +161,16 @@ def stages_for(root: Path, module: str) -> list[list[str]]:
     assert quick is not None
     words = module.removesuffix("/__init__").split("/")
     uses = re.compile(rf"{PACKAGE}[.\w]*\.{words[-1]}\b|from {PACKAGE}[.\w]* import [^\n]*\b{words[-1]}\b")
-    own, near, far = [], [], []  # of (is not quick, file)
+    about = {part for word in words for part in word.split("_")}
+    own, near, far = [], [], []  # of (is about something else, is not quick, file)
     for path in sorted((root / "tests").glob("test_*.py")):
         name = path.stem.removeprefix("test_")
         if name not in SLOW:
             slower = name not in quick[1].split()
-            used = not slower or uses.search(path.read_text()) is not None
-            (own if name in words else near if used else far).append((slower, f"tests/{path.name}"))
-    return [[name for _, name in sorted(stage)] for stage in (own, near, far) if stage]
+            other = not about & {*name.split("_")}
+            used = not (slower and other) or uses.search(path.read_text()) is not None
+            (own if name in words else near if used else far).append((other, slower, f"tests/{path.name}"))
+    return [[name for *_, name in sorted(stage)] for stage in (own, near, far) if stage]
 
 
 class Tree:
@@ -178,7 +180,6 @@ class Tree:
         self.source, self.root = source, source.with_name(secrets.token_hex(4))
         shutil.copytree(source, self.root)
         self.clock = int(time.time())
-        self.broken: dict[str, list[str]] = {}  # what fails of a file without any fault
 
     def write(self, path: Path, text: bytes) -> None:
         """Python recognises a changed file by its size and second, so each version gets a second of its own."""
@@ -225,13 +226,20 @@ class Tree:
             self.write(fault.path, fault.path.read_bytes())
             if not found or "::" not in found[0]:
                 return "".join(found)
-            file = found[0].partition("::")[0]
-            if file not in self.broken:
-                self.broken[file] = self.failing([file], seed, limit)
-            if found[0] not in self.broken[file] and not self.failing(found, seed, limit):
+            broken = self.broken(found[0].partition("::")[0], seed, limit)
+            if found[0] not in broken and not self.failing(found, seed, limit):
                 return found[0]
             print(f"{found[0]} fails without a fault", file=sys.stderr)
-            passed_over += [f"--deselect={test}" for test in {*found, *self.broken[file]}]
+            passed_over += [f"--deselect={test}" for test in {*found, *broken}]
+
+    def broken(self, file: str, seed: int, limit: float) -> list[str]:
+        """What fails of a file of tests without any fault: found once for all copies of the tree."""
+        known = self.source / f"{file}.broken"
+        if not known.exists():
+            part = self.root / "broken"
+            part.write_text("\n".join(self.failing([file], seed, limit)))
+            shutil.move(part, known)
+        return known.read_text().splitlines()
 
 
 _trees: list[Tree] = []
