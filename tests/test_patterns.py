@@ -1182,7 +1182,7 @@ def test_plot_draws_heads_and_what_they_see_together(tmp_path: Path) -> None:
     figure = made.plot()
     assert [axis.get_title("center") for axis in figure.axes] == [
         *(f"head {h}" for h in range(4)),
-        "together: 100 % of the context",
+        "together: 100% of the context",
     ]
     assert "together: 50" in made.plot([0, 2], columns=2).axes[-1].get_title("center")
     figure.savefig(tmp_path / "pattern.png")

@@ -160,6 +160,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], subtitle: str) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogFormatter
 
     measured = [row for row in rows if row["status"] == "ok" and row["keys"] and row["peer"] in COLOURS]
     passes = list(dict.fromkeys(row["pass"] for row in measured))
@@ -191,7 +192,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], subtitle: str) -> None:
                         axis.plot(x, y, color=colour, marker="o", markersize=3.5, linewidth=1.4, label=titles[0])
                 axis.set_xscale("log", base=2)
                 axis.set_yscale("log")
-                axis.yaxis.set_minor_formatter("")
+                axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # where no decade is in sight
                 axis.grid(color="0.9")
                 axis.spines[["top", "right"]].set_visible(False)
             axes[0][column].set_title(name.replace("_", " "))

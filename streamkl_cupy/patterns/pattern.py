@@ -483,7 +483,7 @@ class BlockPattern(_Kept):
         listed = {f"head {head}": union_of(self, [head]) for head in chosen}
         covered = self.coverage(chosen).fraction
         # Rounded down: 99.96 % must not read as all.
-        listed[f"together: {int(covered * 1000) / 10:g} % of the context"] = union_of(self, chosen)
+        listed[f"together: {int(covered * 1000) / 10:g}% of the context"] = union_of(self, chosen)
         blocks = self.grid.row_blocks, self.grid.column_blocks
         return draw(listed, blocks, (self.queries, self.keys), self.diagonal, columns)
 
