@@ -132,7 +132,7 @@ def test_sparse_student(tmp_path: Path) -> None:
 @needs("tqdm", "ml_dtypes")
 def test_sparse_student_options(tmp_path: Path) -> None:
     """The first tokens carry most of a sharp head; few stripes leave a hole, which is warned of."""
-    options = ("--sink", "0", "--stride", "18", "--steps", "50", "--dtype", "bfloat16", "--cpu")
+    options = ("--sink", "0", "--stride", "18", "--steps", "30", "--dtype", "bfloat16", "--cpu")
     done = python(str(EXAMPLES / "sparse_student.py"), *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "CoverageWarning: the 9 heads together see" in done.stderr
