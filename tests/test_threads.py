@@ -155,18 +155,24 @@ def test_small_problems_stay_in_their_thread(blas: Callable[[], list[int]]) -> N
 
 
 class Seen:
-    """What blocks saw: their threads, and BLAS's number; each waits a moment, so that every thread gets some."""
+    """What blocks saw: their threads, and BLAS's number. Each waits for as many threads as are wanted, however late
+    these start where the machine is busy, and a moment for one more."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, blas: Callable[[], list[int]]) -> None:
         self.threads: set[int] = set()
         self.blas: set[int] = set()
+        self.wanted = 1
+        come = threading.Condition()
         self.fail: Callable[[], None] = lambda: None
         real = KLBlocks.forward
 
         def block(*given: Any) -> Any:
-            self.threads.add(threading.get_ident())
+            with come:
+                self.threads.add(threading.get_ident())
+                come.notify_all()
+                come.wait_for(lambda: len(self.threads) >= self.wanted, 30)
             self.blas.update(blas())
-            time.sleep(0.03)  # the others start late where the machine is busy
+            time.sleep(0.01)
             self.fail()
             return real(*given)
 
@@ -182,11 +188,13 @@ def test_threads_and_blas_are_counted(seen: Seen, blas: Callable[[], list[int]])
     import threadpoolctl
 
     x = make(H=8, M=300, N=300, D_t=16).arrays
+    seen.wanted = 3
     streamkl_cupy.attention_kl(*x)
     assert (len(seen.threads), seen.blas, set(blas())) == (3, {1}, {3})
     assert more_threads() == 0
     # As many as BLAS is set to, so that whoever wants one thread gets one.
     seen.threads.clear()
+    seen.wanted = 1
     with threadpoolctl.threadpool_limits(1, user_api="blas"):
         streamkl_cupy.attention_kl(*x)
         assert (seen.threads, set(blas())) == ({threading.get_ident()}, {1})
@@ -195,6 +203,7 @@ def test_threads_and_blas_are_counted(seen: Seen, blas: Callable[[], list[int]])
 
 def test_no_more_threads_than_cores(seen: Seen, blas: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    seen.wanted = 2
     streamkl_cupy.attention_kl(*make(H=8, M=300, N=300, D_t=16).arrays)
     assert (len(seen.threads), set(blas())) == (2, {3})
 
@@ -210,7 +219,7 @@ def test_errors_reach_the_caller(seen: Seen, blas: Callable[[], list[int]], wher
         if (threading.get_ident() == main) == (where == "caller"):
             raise error
 
-    seen.fail = fail
+    seen.fail, seen.wanted = fail, 3
     x = make(H=60, M=300, N=300, D_t=4).arrays
     with pytest.raises(type(error)) as caught:
         streamkl_cupy.attention_kl(*x)
