@@ -319,6 +319,7 @@ def choose(families: str) -> None:
     work_tiles.MIN_TILES_IN_LIST = 2  # small lists are split as long ones are
     index_plan.STRIP_BYTES, index_plan.BITS_BYTES = 1 << 16, 1 << 13  # and so are small rows
     planning.make_plan.cache_clear()
+    index_plan.make_plan.cache_clear()
     planning._unsplit_plan.cache_clear()
     call._looks.clear()
     call._checked.clear()

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from test_guests import Own
 
 import streamkl_cupy
-from streamkl_cupy import arrays
+from streamkl_cupy import arrays, call
 from streamkl_cupy.compiler import nvrtc
 from streamkl_cupy.errors import CaptureError
 from streamkl_cupy.indexer import plan, problem
@@ -862,6 +862,8 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
         k: v.double().cpu().numpy() if torch.is_tensor(v) and v.is_floating_point() else options[k]
         for k, v in there.items()
     }
+    if HOPPERS_OWN[0].plan is none_of_them:
+        assert "_sm90" not in str(streamkl_cupy.indexer_kl_plan(*given, **there))
     rows = reference.forward(*exact, **known)
     grad = rng.standard_normal(rows.kl.shape).astype(np.float32)
     grad.flat[::7] = 0
@@ -886,13 +888,29 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
     return saved
 
 
+HOPPERS_OWN = (indexer_score_sm90, indexer_query_sm90, indexer_key_sm90)
+
+
+def none_of_them(*_: Any) -> None:
+    return None
+
+
 @pytest.fixture(params=["own", "portable"])
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An architecture's own kernels, where it has some, and the portable ones."""
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An architecture's own kernels, where it has some, and the portable ones. Equal problems of other tests were
+    planned, and are kept, with other kernels and other sizes."""
+
+    def forget() -> None:
+        plan.make_plan.cache_clear()
+        for kept in (call._looks, call._checked, call._runners):
+            kept.clear()
+
+    forget()
     if request.param == "portable":
-        for module in (indexer_score_sm90, indexer_query_sm90, indexer_key_sm90):
-            monkeypatch.setattr(module, "plan", lambda *_: None)
-    return str(request.param)
+        for module in HOPPERS_OWN:
+            monkeypatch.setattr(module, "plan", none_of_them)
+    yield str(request.param)
+    forget()
 
 
 @pytest.mark.gpu
