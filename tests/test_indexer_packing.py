@@ -20,6 +20,7 @@ from test_packing import LOG2E, compiled, needs_compiler, prologue
 from streamkl_cupy import launch
 from streamkl_cupy.arrays import ArrayView
 from streamkl_cupy.compiler.nvrtc import Loaded
+from streamkl_cupy.errors import CaptureError
 from streamkl_cupy.indexer import cuda, plan
 from streamkl_cupy.indexer.problem import to_problem
 from streamkl_cupy.kernels import structs
@@ -371,20 +372,57 @@ def test_a_backward_is_packed_by_name(book: Book, rng: np.random.Generator, wrt:
 
 
 @needs_compiler
-def test_a_target_of_some_rows(book: Book, rng: np.random.Generator) -> None:
-    names = ("teacher_q", "teacher_k", "teacher_q_rope", "teacher_k_rope", "key_start", "key_end", "teacher_lse")
-    scale = float(rng.uniform(0.1, 2))
-    call = Call(rng, INDEXER_TARGET, names, teacher_scale=scale, head_groups=SIZES["G"], rows=(70, 131))
-    shape = (SIZES["B"], SIZES["G"], 61, SIZES["N"])
+@pytest.mark.parametrize("lse", ["given", "made"])
+def test_a_target_of_some_rows(book: Book, rng: np.random.Generator, lse: str) -> None:
+    names = ("teacher_q", "teacher_k", "teacher_q_rope", "teacher_k_rope", *MASKS["ids"])
+    names += ("teacher_lse",) if lse == "given" else ()
+    scale, n = float(rng.uniform(0.1, 2)), SIZES
+    call = Call(rng, INDEXER_TARGET, names, teacher_scale=scale, head_groups=n["G"], rows=(70, 131))
+    shape = (n["B"], n["G"], 61, n["N"])
     out = ArrayView("target", "", Device("cuda"), "float32", shape, compact_strides(shape), next(call.addresses), None)
     call.runner.forward(call.inputs, call.op.Results(out), 7, call.workspace)
     assert book.cleared == [(out.ptr, 4 * int(np.prod(shape)))]
-    (score,) = [got for symbol, _, got in book if symbol == "score"]
-    assert (score["first_row"], score["end_row"], score["first_tile"], score["tiles"]) == (70, 131, 1, 2)
+    scores = [got for symbol, _, got in book if symbol == "score"]
+    made = [got for got in scores if got["out_lse.pointer"]]
+    # Of both tiles of rows that have bits at a time, those that the target has rows of.
+    assert [(got["first_tile"], got["tiles"]) for got in made] == ([(0, 2), (2, 1)] if lse == "made" else [])
+    assert [(got["first_tile"], got["tiles"]) for got in scores[len(made) :]] == [(1, 1), (2, 1)]
     steps = dict(zip(FIELDS, out.strides))
-    assert {x: score[f"target.{x}"] for x in FIELDS} == steps
-    assert (score["target.pointer"] + 4 * 70 * steps["row"]) % 2**64 == out.ptr
-    assert score["teacher_scale2"] == pytest.approx(scale * LOG2E)
-    for field in ("teacher_q", "teacher_k", "rope_q", "rope_k"):
-        want = call.tensors(field)
-        assert {x: score[x] for x in want} == want
+    for score in scores[len(made) :]:
+        assert (score["first_row"], score["end_row"]) == (70, 131)
+        assert {x: score[f"target.{x}"] for x in FIELDS} == steps
+        assert (score["target.pointer"] + 4 * 70 * steps["row"]) % 2**64 == out.ptr
+        assert score["teacher_scale2"] == pytest.approx(scale * LOG2E)
+        for field in ("teacher_q", "teacher_k", "rope_q", "rope_k"):
+            want = call.tensors(field)
+            assert {x: score[x] for x in want} == want
+    (pack,) = [got for symbol, _, got in book if symbol == "pack"]
+    if lse == "given":
+        assert pack["teacher_lse.pointer"] == call.views["teacher_lse"].ptr
+        return
+    # What is made lies in the workspace, compact, and beside all else that is there.
+    regions, rows = addresses(book), n["B"] * n["M"]
+    regions["made_lse"] = pack["teacher_lse.pointer"]
+    assert [pack[f"teacher_lse.{x}"] for x in FIELDS[:3]] == [n["H"] * n["M"], n["M"], 1]
+    for got in made:
+        assert [got[f"out_lse.{x}"] for x in (*FIELDS[:3], "pointer")] == [
+            *(n["H"] * n["M"], n["M"], 1), regions["made_lse"]
+        ]  # fmt: skip
+    wanted = {x: y for x, y in region_bytes().items() if x != "weights"} | {"made_lse": 4 * n["H"] * rows}
+    wanted["states"] = 16 * call.runner.plan.cut.lse_splits * n["H"] * rows
+    call.check_room(regions, wanted, call.runner.workspace_bytes)
+
+
+@needs_compiler
+def test_kernels_are_not_loaded_while_a_graph_is_captured(book: Book, rng: np.random.Generator) -> None:
+    call = call_of(rng, "keys")
+    out = call.op.Results(**call.results(kl="BGM", index_lse="BGM", target_sum="BGM", made_lse="BHM"))
+    book.streamIsCapturing = lambda stream: stream == 7  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match=r"call streamkl_cupy\.indexer_kl_warmup\("):
+        call.runner.forward(call.inputs, out, 7, call.workspace)
+    call.runner.warmup()
+    loaded = len(book.texts)
+    call.runner.forward(call.inputs, out, 7, call.workspace)
+    assert (len(book.texts), len(book) > 3) == (loaded, True)
+    with pytest.raises(ValueError, match="workspace: got none; this call needs"):
+        call.runner.forward(call.inputs, out, 7)
