@@ -426,3 +426,20 @@ def test_kernels_are_not_loaded_while_a_graph_is_captured(book: Book, rng: np.ra
     assert (len(book.texts), len(book) > 3) == (loaded, True)
     with pytest.raises(ValueError, match="workspace: got none; this call needs"):
         call.runner.forward(call.inputs, out, 7)
+
+
+@pytest.mark.parametrize("M, N", [(128, 100_000), (4096, 4096), (64, 64), (20_000, 333)])
+def test_the_work_is_cut_to_keep_a_gpu_busy(
+    book: Book, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, M: int, N: int
+) -> None:
+    monkeypatch.setitem(SIZES, "M", M)
+    monkeypatch.setitem(SIZES, "N", N)
+    call = call_of(rng, "keys")
+    facts = facts_for_arch("sm_90")
+    cut, wanted, n = plan.make_plan(call.problem, facts).cut, 6 * facts.multiprocessors, SIZES
+    for splits, others in (
+        (cut.splits, cut.grid_tiles * n["B"] * n["G"]), (cut.lse_splits, cut.grid_tiles * n["B"] * n["H"]),
+        (cut.strip_splits, cut.strip_tiles * n["B"] * n["G"]),
+    ):  # fmt: skip
+        assert splits == min(max(-(-wanted // others), 1), -(-N // 64), 64)
+    assert cut.shares == min(-(-wanted // (-(-N // 64) * n["B"] * n["J"])), max(cut.strip_tiles, 1), 16)
