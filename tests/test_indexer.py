@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import math
 import re
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ import streamkl_cupy
 from streamkl_cupy import arrays, call
 from streamkl_cupy.compiler import nvrtc
 from streamkl_cupy.errors import CaptureError
-from streamkl_cupy.indexer import plan, problem
+from streamkl_cupy.indexer import cuda, plan, problem
 from streamkl_cupy.kernels import (
     indexer_bits,
     indexer_join,
@@ -40,6 +43,7 @@ from streamkl_cupy.numpy_backend import indexer as backend
 from streamkl_cupy.numpy_backend.elements import narrow, widen
 from streamkl_cupy.ops import INDEXER_KL, INDEXER_TARGET
 from streamkl_cupy.options import IndexOptions
+from streamkl_cupy.problem import compact_strides
 from streamkl_cupy.testing import indexer_reference as reference
 
 Array = NDArray[Any]
@@ -838,6 +842,81 @@ def test_memory_on_the_cpu(rng: np.random.Generator) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 13e6, "16 heads of 64 x 4096 in float32 are 17 MB"
+
+
+# Launches, with nobody to launch.
+
+
+class Driver:
+    """Notes what is launched: the kernel's name, its grid, and the bytes of its arguments."""
+
+    def __init__(self) -> None:
+        self.kernels: list[IndexerKernel] = []
+        self.seen: list[tuple[Any, ...]] = []
+
+    def load(self, kernel: IndexerKernel, stream: int | None) -> int:
+        self.kernels.append(kernel)
+        return len(self.kernels) - 1
+
+    def launch(self, handle: int, *rest: Any) -> None:
+        *shape, _, parameters, _ = rest
+        kernel = self.kernels[handle]
+        address = ctypes.c_void_p.from_address(parameters).value
+        assert address is not None
+        self.seen.append((kernel.name, tuple(shape[:3]), ctypes.string_at(address, kernel.args.size)))
+
+    def clear(self, address: int, value: int, size: int, stream: int) -> None:
+        self.seen.append(("clear", address, size))
+
+
+@pytest.mark.parametrize("target", [False, True])
+def test_a_call_like_one_before_launches_what_lies_ready(monkeypatch: pytest.MonkeyPatch, target: bool) -> None:
+    driver = Driver()
+    monkeypatch.setattr(
+        cuda, "import_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(driver=driver, runtime=driver))
+    )
+    driver.launchKernel, driver.memsetAsync = driver.launch, driver.clear  # type: ignore[attr-defined]
+    monkeypatch.setattr(cuda, "device_facts", lambda index: GPUS["sm_80"])
+    monkeypatch.setattr(cuda, "in_context", lambda index: nullcontext())
+    monkeypatch.setattr(cuda.Runner, "loaded", lambda self, kernel, stream: driver.load(kernel, stream))
+    n = {"B": 2, "H": 4, "K": 2, "I": 3, "J": 1, "M": 150, "N": 170, "T": 32, "D": 32, "G": 1, "C": 16}
+    op = INDEXER_TARGET if target else INDEXER_KL
+    names = ("teacher_q", "teacher_k", "index_q", "index_k", "index_weights", "topk_indices", "key_mask")
+
+    def view(spec: Any, at: int) -> arrays.ArrayView:
+        shape = tuple(n[x] for x in spec.letters.replace("G", ""))
+        dtype = {"integer": "int64", "bool": "bool", "number": "float32"}.get(spec.elements, "bfloat16")
+        return arrays.ArrayView(spec.name, "", arrays.cuda(0), dtype, shape, compact_strides(shape), at << 40, None)
+
+    inputs = op.Inputs(*(view(x, i) if x.name in names else None for i, x in enumerate(op.operands, start=1)))
+    asked = problem.to_problem(op, inputs, IndexOptions(0.3, causal=True, rows=(3, 99) if target else None))
+    runner = cuda.Runner(asked)
+    with pytest.raises(ValueError, match=r"workspace: got none; this call needs \d+ bytes"):
+        runner.forward(inputs, op.Results(*[None] * len(op.results)), 0)
+    results = {
+        name: arrays.ArrayView(name, "", arrays.cuda(0), dtype, shape, compact_strides(shape), 99 << 40, None)
+        for name, (shape, dtype) in asked.results.items()
+    }
+    first = (1 << 50) + 64
+    runner.forward(inputs, op.Results(**results), 0, first)
+    seen, driver.seen = driver.seen, []
+    assert {name for name, *_ in seen} - {"clear"} == {kernel.name for kernel in runner.plan.forward}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_Call", lambda *given: pytest.fail("packed again"))
+        runner.forward(inputs, op.Results(**results), 7, first)
+    assert driver.seen == seen
+    if target:
+        return
+    rows = op.Saved(*(results[name]._replace(name="grad") for name in ("kl", "index_lse", "target_sum", "made_lse")))
+    for wrt in (WRT, ("index_weights",)):
+        driver.seen = []
+        room = runner.backward_bytes(wrt)
+        out = op.Gradients(*(x if name in wrt else None for name, x in zip(op.names, inputs)))
+        runner.backward(inputs, rows, out, 0, first)
+        assert {name for name, *_ in driver.seen} - {"clear"} == {x.name for x in runner.plan_for(wrt).backward}
+        cleared = [(address, size) for name, address, size in driver.seen if name == "clear"]
+        assert cleared
+        assert all(first <= address and address + size <= first + room for address, size in cleared)
 
 
 # On a GPU.
