@@ -117,7 +117,7 @@ class Op:
     asked_rows: tuple[tuple[str, str, str], ...] = ()
     """Further results of a forward: (field of the problem that asks for it, of the kernel's arguments, result)."""
     ruled_rows: tuple[str, ...] = ()
-    """Results that only some of the rules' entries have, with axes of their own after the row's."""
+    """Results that only some of the rules' entries have, with axes of their own after the row's, or only some calls."""
     vectors: tuple[tuple[str, str], ...] = ()
     """Results with columns for each query row, in the type of the operands: (name, the letter of these columns)."""
     settings: tuple[tuple[str, str], ...] = ()
