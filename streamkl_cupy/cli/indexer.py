@@ -13,7 +13,7 @@ import csv
 import datetime
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for case in cases_of(options, device):
         bench = Bench(torch, case, device, other)
-        variants = bench.variants()
+        variants = bench.variants([name for name in PASSES if name in (options.passes or PASSES)])
         outcomes = measure(
             [Variant(" ".join(key), prepare) for key, prepare in variants.items()],
             timer,
@@ -127,11 +127,11 @@ class Bench:
         if case.lse == "given":
             self.options["teacher_lse"] = self.lse
 
-    def variants(self) -> dict[tuple[str, str], Callable[[int], Any]]:
+    def variants(self, passes: Sequence[str]) -> dict[tuple[str, str], Callable[[int], Any]]:
         """By peer and pass; this package is the first of each pass."""
         whole = self.torch.compile(self.rows, dynamic=False)
         found: dict[tuple[str, str], Callable[[int], Any]] = {}
-        for name in PASSES:
+        for name in passes:
             found["streamkl", name] = self.ours(name)
             found["eager", name] = self.peer(name, self.rows)
             found["compile", name] = self.peer(name, whole)
