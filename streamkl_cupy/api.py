@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from . import arrays, frameworks, planning, validate
-from .advice.signatures import public
+from .advice.signatures import documented_by, public
 from .arguments import choice
 from .arrays import ArrayView, Results
 from .call import Call, Ready, SavedArrays, runner_for
@@ -145,10 +145,7 @@ _TEXT = {
 }
 
 
-def documented(function: _F) -> _F:
-    for key, text in _TEXT.items():
-        function.__doc__ = (function.__doc__ or "").replace(f"<{key}>", text)
-    return function
+documented = documented_by(_TEXT)
 
 
 def outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:

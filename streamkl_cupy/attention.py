@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import numpy as np
 
 from . import arrays, frameworks, planning, validate
-from .advice.signatures import public
+from .advice.signatures import documented_by, public
+from .api import outside_programs
 from .arguments import flag
 from .arrays import Results
 from .call import Call, SavedArrays, runner_for
@@ -85,26 +86,12 @@ _TEXT = {
 }
 
 
-def _documented(function: _F) -> _F:
-    for key, text in _TEXT.items():
-        function.__doc__ = (function.__doc__ or "").replace(f"<{key}>", text)
-    return function
-
-
-def _is_torchs(x: Any) -> bool:
-    """By ancestors' names, which torch.compile can trace."""
-    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__)
-
-
-def _outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:
-    from .torch import outside_programs
-
-    return outside_programs(run, *args, **own)
+_documented = documented_by(_TEXT)
 
 
 def _attend(operands: tuple[Any, ...], given: dict[str, Any], return_lse: bool) -> Any:
     like = operands[SPARSE_ATTENTION.at]
-    if _is_torchs(like):
+    if frameworks.is_torchs(like):
         from .torch import attend
 
         return attend(operands, given, return_lse)
@@ -245,7 +232,7 @@ def sparse_attention(
     """
 
 
-@public(_forward, outside_programs=_outside_programs, op=SPARSE_ATTENTION)
+@public(_forward, outside_programs=outside_programs, op=SPARSE_ATTENTION)
 @_documented
 def sparse_attention_forward(  # type: ignore[empty-body]  # as are all: see @public
     query: A,
@@ -297,7 +284,7 @@ def sparse_attention_forward(  # type: ignore[empty-body]  # as are all: see @pu
 @public(
     _backward,
     "What the forward saved goes by name: saved=forward, the whole result of sparse_attention_forward(...)",
-    outside_programs=_outside_programs,
+    outside_programs=outside_programs,
     op=SPARSE_ATTENTION,
 )
 @_documented
@@ -493,7 +480,7 @@ def merge_attention_states(outs: Sequence[A], lses: Sequence[A]) -> AttentionFor
         ([[2.0]], [3.0])
     """
     outs, lses = validate.states(outs, lses)
-    if all(map(_is_torchs, (*outs, *lses))):
+    if all(map(frameworks.is_torchs, (*outs, *lses))):
         from .torch import merged
 
         return AttentionForward(*merged(outs, lses))

@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ..ops import ATTENTION_KL, ATTENTION_KL_TO, INDEXER_KL, INDEXER_TARGET, SPARSE_ATTENTION, Op
@@ -253,6 +253,17 @@ def public(
         )
         _functions.setdefault(name, known)
         return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def documented_by(texts: Mapping[str, str]) -> Callable[[_F], _F]:
+    """Decorate documentation to have these texts in the places of their names, in angle brackets."""
+
+    def decorate(function: _F) -> _F:
+        for key, text in texts.items():
+            function.__doc__ = (function.__doc__ or "").replace(f"<{key}>", text)
+        return function
 
     return decorate
 

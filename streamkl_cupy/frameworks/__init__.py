@@ -62,6 +62,11 @@ def describe(name: str, x: Any) -> ArrayView:
     return (READERS.get(type(x)) or reader_for(name, x))[1](name, x)
 
 
+def is_torchs(x: Any) -> bool:
+    """Whether torch's door is the one for it: by ancestors' names, which torch.compile can trace."""
+    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__)
+
+
 def framework_of(name: str, x: Any) -> str:
     """The framework `describe` would report, without reading the array; tracers are fine, what is no array is not."""
     framework = _kind(name, x)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from .. import arrays, frameworks, validate
-from ..advice.signatures import public
+from ..advice.signatures import documented_by, public
+from ..api import outside_programs
 from ..arguments import a_kind_of, choice
 from ..call import Call, Ready, SavedArrays, runner_for
 from ..frameworks.base import FRAMEWORKS
@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 AnyPlan: TypeAlias = IndexerPlan | NumPyPlan
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 # Said once, read in the help of every function.
 _TEXT = {
@@ -89,21 +88,7 @@ _TEXT = {
 }
 
 
-def _documented(function: _F) -> _F:
-    for key, text in _TEXT.items():
-        function.__doc__ = (function.__doc__ or "").replace(f"<{key}>", text)
-    return function
-
-
-def _outside_programs(run: Callable[..., Any], *args: Any, **own: Any) -> Any:
-    from ..torch import outside_programs
-
-    return outside_programs(run, *args, **own)
-
-
-def _is_torchs(x: Any) -> bool:
-    """By ancestors' names, which torch.compile can trace."""
-    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__)
+_documented = documented_by(_TEXT)
 
 
 def _door(framework: str) -> Any:
@@ -116,7 +101,7 @@ def _loss(placed: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
     asked = IndexLoss(**own)
     _check_loss(asked)
     like = placed[INDEXER_KL.at]
-    if _is_torchs(like):
+    if frameworks.is_torchs(like):
         # A plain import and a plain call: torch.compile can trace these.
         from .torch import loss
 
@@ -369,7 +354,7 @@ def indexer_kl(
     """
 
 
-@public(_forward, outside_programs=_outside_programs, op=INDEXER_KL)
+@public(_forward, outside_programs=outside_programs, op=INDEXER_KL)
 @_documented
 def indexer_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
@@ -431,7 +416,7 @@ def indexer_kl_forward(  # type: ignore[empty-body]  # as are all: see @public
 @public(
     _backward,
     "What the forward saved goes by name: saved=forward, the whole result of indexer_kl_forward(...)",
-    outside_programs=_outside_programs,
+    outside_programs=outside_programs,
     op=INDEXER_KL,
 )
 @_documented
@@ -510,7 +495,7 @@ def indexer_kl_backward(  # type: ignore[empty-body]  # as are all: see @public
     """
 
 
-@public(_value_and_grad, outside_programs=_outside_programs, op=INDEXER_KL)
+@public(_value_and_grad, outside_programs=outside_programs, op=INDEXER_KL)
 @_documented
 def indexer_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see @public
     teacher_q: Any,
@@ -575,7 +560,7 @@ def indexer_kl_value_and_grad(  # type: ignore[empty-body]  # as are all: see @p
     """
 
 
-@public(_target, outside_programs=_outside_programs, op=INDEXER_TARGET)
+@public(_target, outside_programs=outside_programs, op=INDEXER_TARGET)
 @_documented
 def indexer_target(
     teacher_q: Any,
