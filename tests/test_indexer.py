@@ -22,9 +22,13 @@ import streamkl_cupy
 from streamkl_cupy import arrays, call
 from streamkl_cupy.compiler import nvrtc
 from streamkl_cupy.errors import CaptureError
-from streamkl_cupy.indexer import cuda, plan, problem
+from streamkl_cupy.indexer import cuda, plan, problem, strips
 from streamkl_cupy.kernels import (
     indexer_bits,
+    indexer_gated,
+    indexer_gated_join,
+    indexer_gated_key_sm90,
+    indexer_gated_query_sm90,
     indexer_join,
     indexer_key_sm80,
     indexer_key_sm90,
@@ -35,7 +39,10 @@ from streamkl_cupy.kernels import (
     indexer_scan,
     indexer_score_sm80,
     indexer_score_sm90,
+    indexer_stream_sm90,
     indexer_sum,
+    indexer_tiles,
+    indexer_units,
 )
 from streamkl_cupy.kernels.gpus import GPUS, DeviceFacts
 from streamkl_cupy.kernels.indexer import IndexerKernel, IndexerShape
@@ -44,6 +51,7 @@ from streamkl_cupy.numpy_backend.elements import narrow, widen
 from streamkl_cupy.ops import INDEXER_KL, INDEXER_TARGET
 from streamkl_cupy.options import IndexOptions
 from streamkl_cupy.problem import compact_strides
+from streamkl_cupy.rules import row_keys
 from streamkl_cupy.testing import indexer_reference as reference
 
 Array = NDArray[Any]
@@ -755,6 +763,7 @@ SHAPES = [
         ("bfloat16", "bfloat16", "float32", (128, 0, 128), True, False, False, EVERY),
         ("bfloat16", "bfloat16", "bfloat16", (192, 64, 128), True, True, False, EVERY),
         ("float16", "bfloat16", "float16", (576, 0, 64), False, False, False, EVERY),
+        ("float16", "float16", "float32", (64, 0, 72), True, False, False, EVERY),
         ("bfloat16", "bfloat16", "float32", (16, 0, 256), True, False, True, EVERY),
         ("float32", "float32", "float32", (77, 0, 41), True, True, False, frozenset()),
         ("float32", "bfloat16", "float32", (576, 16, 128), True, False, False, EVERY),
@@ -764,10 +773,21 @@ SHAPES = [
 
 
 def kernels_of(shape: IndexerShape, facts: DeviceFacts) -> list[IndexerKernel]:
-    scores = [indexer_score_sm80.plan(shape, ending, facts) for ending in indexer_score_sm80.ENDINGS]
-    gradients = [indexer_query_sm80.plan(shape, facts), indexer_key_sm80.plan(shape, facts)]
+    half = shape.student == "float16"  # whose gradients are of kept gates
+    endings = [ending for ending in indexer_score_sm80.ENDINGS if not (half and ending == "strip")]
+    scores = [indexer_score_sm80.plan(shape, ending, facts) for ending in endings]
+    gradients = [] if half else [indexer_query_sm80.plan(shape, facts), indexer_key_sm80.plan(shape, facts)]
     around = [indexer_sum.plan(shape), indexer_scan.plan(shape), indexer_pack.plan(shape)]
-    return [*scores, *gradients, *around, indexer_join.plan(True), indexer_rows.plan(), indexer_bits.plan()]
+    around += [indexer_join.plan(True), indexer_rows.plan(), indexer_bits.plan(), indexer_units.plan()]
+    if not indexer_gated.refuses(shape, facts):
+        tiled = shape._replace(tiled=True)
+        gradients += [module.plan(tiled, facts) for module in (indexer_gated_query_sm90, indexer_gated_key_sm90)]
+        around += [
+            indexer_gated_join.plan(tiled, facts.multiprocessors),
+            *(indexer_tiles.plan(tiled, weighted) for weighted in (False, True)),
+        ]
+        scores.append(indexer_score_sm80.plan(tiled, "strip", facts))
+    return [*scores, *gradients, *around]
 
 
 def check_compiles(kernels: list[IndexerKernel], facts: DeviceFacts) -> None:
@@ -819,15 +839,48 @@ def test_a_plan_says_what_memory_it_takes(chosen: int) -> None:
     assert isinstance(found, plan.IndexerPlan)
     assert max(found.workspace_bytes, found.backward_bytes) < 200e6
     text = str(found)
-    assert all(name in text for name in ("indexer_score_sm90", "indexer_query_sm90", "indexer_key_sm90", "MiB"))
+    for name in ("score_sm90", "stream_sm90", "gated_query_sm90", "gated_key_sm90", "queries are streamed", "MiB"):
+        assert name in text
     assert ("indexer_bits" in text) == bool(chosen)
     only = streamkl_cupy.indexer_kl_plan(*x, index_scale=1.0, arch="sm_80", wrt=("index_weights",))
     assert "indexer_query_sm80" in str(only)
+    assert "queries are not streamed: it needs compute capability 9.0" in str(only)
     assert "indexer_key_sm80" not in str(only)
     assert only.backward_bytes < found.backward_bytes
     half = [Standin(*a.shape, dtype="float16") for a in x]
-    with pytest.raises(NotImplementedError, match="float16 on a GPU are not built"):
-        streamkl_cupy.indexer_kl_plan(*half, index_scale=1.0, arch="sm_90")
+    assert "gates are kept" in str(streamkl_cupy.indexer_kl_plan(*half, index_scale=1.0, arch="sm_90"))
+    with pytest.raises(NotImplementedError, match="here they cannot: it needs compute capability"):
+        streamkl_cupy.indexer_kl_plan(*half, index_scale=1.0, arch="sm_80")
+
+
+@pytest.mark.parametrize("choices", [0, 60_000])
+def test_strips_hold_all_that_rows_see(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, choices: int) -> None:
+    """Whatever causal, offsets and compressed keys are: no kernel looks beyond a strip's keys."""
+    monkeypatch.setattr(strips, "MOST_CHOICES", choices)
+    monkeypatch.setattr(plan, "GATED_BYTES", 0)
+    for _ in range(20):
+        M, N, ratio = (int(x) for x in rng.integers(1, (3000, 3000, 5)))
+        monkeypatch.setattr(plan, "LEAST_GATED_BYTES", least := int(rng.integers(1, 1 << 24)))
+        x = (Standin(2, 4, M, 64), Standin(2, 1, N, 64), Standin(2, 8, M, 64), Standin(2, N, 64), Standin(2, 8, M))
+        options: dict[str, Any] = {"causal": True, "compress_ratio": ratio} if rng.random() < 0.8 else {}
+        if options and rng.random() < 0.5:
+            options["q_offset"] = int(rng.integers(-M, N))
+        found = streamkl_cupy.indexer_kl_plan(*x, index_scale=1.0, arch="sm_90", **options)
+        assert isinstance(found, plan.IndexerPlan)
+        assert not found.no_gates
+        seen = row_keys.intervals(found.problem.rule, 2, M, N, {}).end.max(0)
+        rows = 0
+        for strip in found.strips:
+            assert strip.first * 64 == rows
+            rows += strip.tiles * 64
+            assert seen[strip.first * 64 : rows].max() <= strip.keys
+            assert strip.keys % 256 == 0
+            tiles = [seen[i : i + 64].max() for i in range(strip.first * 64, min(rows, M), 64)]
+            assert strip.pairs == sum(64 * 256 * -(-int(keys) // 256) for keys in tiles)
+            assert strip.tiles == 1 or found.strip_bytes(strip.tiles, strip.pairs) <= least
+        assert rows - 64 < M <= rows
+        assert found.strips[-1].keys >= N
+        assert found.backward_bytes >= found.strip_bytes(strip.tiles, strip.pairs)
 
 
 def test_memory_on_the_cpu(rng: np.random.Generator) -> None:
@@ -957,11 +1010,14 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
     (saved, grads), (again, same) = runs
     for a, b in zip((*saved, *grads), (*again, *same), strict=True):
         assert a is b is None or torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
+    alone = wrt[int(rng.integers(len(wrt)))]  # what is not asked for changes no bits
+    single = streamkl_cupy.indexer_kl_backward(upstream, *given, saved=saved, wrt=(alone,), **there)
+    assert torch.equal(getattr(single, alone).nan_to_num(7.5), getattr(grads, alone).nan_to_num(7.5))
     for name in ("kl", "index_lse", "target_sum"):
         close(getattr(saved, name).cpu(), getattr(rows, name), 6e-6)
     # The gradient of a logit, its product with a weight, and the sum are rounded to bfloat16: where one pair makes most
     # of a gradient, they may all be off by half a unit.
-    tolerance, doubt = {"bfloat16": 3 * 2**-9, "float32": 2e-5}[dtype], in_doubt(grad, *exact, **known)
+    tolerance, doubt = 2e-5 if dtype == "float32" else 3 * 2**-9, in_doubt(grad, *exact, **known)
     for name in wrt:
         near(getattr(grads, name).double().cpu(), getattr(expected, name), tolerance, doubt[name])
     return saved
@@ -974,21 +1030,25 @@ def none_of_them(*_: Any) -> None:
     return None
 
 
-@pytest.fixture(params=["own", "portable"])
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An architecture's own kernels, where it has some, and the portable ones. Equal problems of other tests were
-    planned, and are kept, with other kernels and other sizes."""
+@pytest.fixture(params=["own", "own without gates", "own without streams", "portable"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An architecture's own kernels, where it has some, those that compute scores again, those whose blocks are one
+    warpgroup, and the portable ones."""
 
-    def forget() -> None:
+    def forget() -> None:  # what is kept was planned for another family
         plan.make_plan.cache_clear()
-        for kept in (call._looks, call._checked, call._runners):
+        for kept in (call._runners, call._checked, call._looks):
             kept.clear()
 
     forget()
+    if request.param in ("own without gates", "portable"):
+        monkeypatch.setattr(indexer_gated, "refuses", lambda *_: "a test wants others")
+    if request.param in ("own without streams", "portable"):
+        monkeypatch.setattr(indexer_stream_sm90, "lacks", lambda *_: "a test wants others")
     if request.param == "portable":
         for module in HOPPERS_OWN:
             monkeypatch.setattr(module, "plan", none_of_them)
-    yield str(request.param)
+    yield
     forget()
 
 
@@ -1018,12 +1078,34 @@ def test_head_dims_on_a_gpu(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, dims: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(plan, "STRIP_BYTES", 1 << 16)  # several strips
+    monkeypatch.setattr(plan, "GATED_BYTES", 0)
+    monkeypatch.setattr(plan, "LEAST_GATED_BYTES", int(rng.integers(1, 1 << 19)))
     x = make(rng, T=dims[0], D=dims[1], M=210, N=140, I=3, K=1)
     ropes = {
         "teacher_q_rope": rng.standard_normal((2, 4, 210, 16)),
         "teacher_k_rope": rng.standard_normal((2, 1, 140, 16)),
     }
     check_on_gpu(x, rng, dtype, causal=True, **ropes)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("family")
+@pytest.mark.parametrize("dims", [(64, 32), (128, 128), (192, 72), (200, 128)])
+@pytest.mark.parametrize("heads", [(5, 1, 1), (4, 4, 2), (6, 2, 1)])
+def test_many_tiles_on_a_gpu(
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    dims: tuple[int, int],
+    heads: tuple[int, int, int],
+) -> None:
+    """Shares of keys of several tiles, and strips that begin in the midst of tiles that lie together."""
+    monkeypatch.setattr(plan, "STRIP_BYTES", 3 * 64 * 832 * 2 * 2)
+    monkeypatch.setattr(plan, "GATED_BYTES", 0)
+    monkeypatch.setattr(plan, "LEAST_GATED_BYTES", int(rng.integers(1, 1 << 21)))
+    monkeypatch.setattr(indexer_stream_sm90, "MOST_STATES", int(rng.choice([2, 4, 128])))
+    x = make(rng, T=dims[0], D=dims[1], M=290, N=780, H=heads[0], K=heads[1], I=int(rng.integers(1, 4)) * heads[2])
+    groups = {"head_groups": heads[2]} if heads[2] > 1 else {}
+    check_on_gpu(x, rng, "bfloat16", causal=True, q_offset=int(rng.integers(-60, 500)), **groups)
 
 
 @pytest.mark.gpu
@@ -1110,8 +1192,18 @@ def test_autograd_and_cupy_on_a_gpu(rng: np.random.Generator) -> None:
     half = [a.detach().half() for a in there]
     kl = streamkl_cupy.indexer_kl(*half, **options)
     close(kl.cpu(), reference.forward(*(a.double().cpu().numpy() for a in half), **options).kl, 6e-6)
-    with pytest.raises(NotImplementedError, match="float16 on a GPU are not built"):
-        streamkl_cupy.indexer_kl_value_and_grad(*half, **options)
+
+
+@pytest.mark.gpu
+def test_float16_gradients_on_a_gpu(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    x = make(rng, M=150, N=170, T=64, D=72, I=5)
+    if torch.cuda.get_device_capability() == (9, 0):
+        # Far below what float16 holds before they are multiplied by queries and keys.
+        check_on_gpu((*x[:4], x[4] * 1e-4), rng, "float16", causal=True)
+    else:
+        with pytest.raises(NotImplementedError, match="Cast index_q and index_k"):
+            streamkl_cupy.indexer_kl_value_and_grad(*(on_gpu(a, "float16") for a in x), index_scale=0.4)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,11 @@ __device__ inline Range keys_of_tile(const IndexerArgs& args, int batch, int til
     return {x.x / kStripTile * kStripTile, round_up(x.y, kStripTile)};
 }
 
+// Tiles of keys that a row tile has in a strip that lies in tiles: whole blocks of whoever reads the keys, and nothing
+// beyond what rows see.
+constexpr int kStripBlock = 256;
+__device__ inline int strip_width(Range keys) { return round_up(keys.end, kStripBlock) / kStripTile; }
+
 // Which keys the row sees.
 struct RowKeys {
     Range interval;

@@ -21,7 +21,7 @@ from ..rules import reductions
 from . import problem
 from .call import call_of, split
 from .losses import IndexLoss, inactive, reduced
-from .plan import IndexerPlan, make_plan
+from .plan import IndexerPlan, gradients_built, make_plan
 from .problem import IndexProblem
 from .results import IndexerForward, IndexerGradients
 
@@ -272,7 +272,7 @@ def _asked(
     call = call_of(INDEXER_KL, placed, given)
     wrt = _wanted(call, wrt)
     asked: Any = call.problem(device)
-    problem.gradients_built(asked, wrt)
+    gradients_built(asked, wrt)
     return asked, wrt
 
 

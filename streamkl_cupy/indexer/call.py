@@ -10,6 +10,7 @@ from ..call import KINDS, Call, Kind, check_gpu_usable
 from ..ops import INDEXER_KL, INDEXER_TARGET, Op
 from ..problem import Device
 from . import cpu, problem
+from .plan import gradients_built
 
 NO_SCALE: Final = (
     "index_scale is missing; two conventions are in use, and the wrong one would be silent: pass index_scale=1.0 where "
@@ -53,6 +54,6 @@ KINDS[INDEXER_KL.name] = KINDS[INDEXER_TARGET.name] = Kind(
     problem.standin,
     problem.to_problem,
     lambda asked: asked.results,
-    problem.gradients_built,
+    gradients_built,
     backend,
 )

@@ -9,21 +9,35 @@ GPU alone, so equal calls have equal bits.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved
 from ..compiler.nvrtc import import_cupy, load
-from ..kernels import indexer_bits, indexer_join, indexer_pack, indexer_rows, indexer_scan, indexer_sum
+from ..kernels import (
+    indexer_bits,
+    indexer_gated_join,
+    indexer_gated_key_sm90,
+    indexer_join,
+    indexer_pack,
+    indexer_rows,
+    indexer_scan,
+    indexer_tiles,
+    indexer_units,
+)
+from ..kernels.base import Box
 from ..kernels.gpus import device_facts
 from ..kernels.indexer import GRID, IndexerKernel
-from ..kernels.structs import Struct, Value
+from ..kernels.structs import INDEXER, TENSOR_MAP, Struct, Value
+from ..kernels.tensor_maps import encode
 from ..launch import Command, Packed, address_of, in_context, refuse_in_capture
 from ..problem import compact_strides
 from ..rules.scores.interface import LOG2E
-from .plan import LINE, IndexerPlan, letters, make_plan
+from .plan import LINE, IndexerPlan, letters, make_plan, operand_of
 from .problem import IndexProblem, Views
+from .strips import Strip
 
 
 class Runner:
@@ -146,23 +160,24 @@ class _Call:
         self.facts, self.plan = runner.facts, runner.plan
         self.cut, self.shape, self.sizes = self.plan.cut, self.plan.shape, self.plan.sizes
         self.commands: list[Command] = []
+        self._last: tuple[Struct, Mapping[str, Value], Any] | None = None
 
     def forward(self, out: Results) -> list[Command]:
         """Into these; and into the teacher's log-sum-exps where none were given."""
         p = self.problem
         room = self._room(self.plan.forward_regions(self.plan.makes_lse))
-        score, join = self.plan.score("rows"), indexer_join.plan(lse=False)
+        score, join = self.plan.score("rows"), self.plan.join
         args, rows = self._rows(room)
         if self.plan.makes_lse:
             self._make_lse(args, rows, room, out.made_lse)
         self._pack(room, out.made_lse if self.plan.makes_lse else self.views.get("teacher_lse"), {})
-        args |= {"states": room["states"].address}
+        args |= {"states": room["states"].address, "splits": self.plan.row_states}
         for tiles in self._tiles(self.plan.bit_tiles):
             here = args | self._bits(rows, room, tiles)
-            self._run(score, (len(tiles) * self.cut.splits, p["B"] * p.groups), here)
+            self._run(score, self.plan.score_grid("rows", len(tiles), self.cut.splits), here)
         args |= _tensor("out_value", out.kl, p, "BGM") | _tensor("out_mass", out.target_sum, p, "BGM")
         args |= _tensor("out_lse", out.index_lse, p, "BGM")
-        self._run(join, (-(-p["M"] // join.threads), p["B"] * p.groups), args)
+        self._run(join, (-(-p["M"] // indexer_join.rows(join)), p["B"] * p.groups), args)
         return self.commands
 
     def _make_lse(
@@ -175,7 +190,7 @@ class _Call:
             self._run(self.plan.score("lse"), (len(tiles) * splits, heads), here)
         if splits > 1:
             join = indexer_join.plan(lse=True)
-            self._run(join, (-(-p["M"] // join.threads), heads), more)
+            self._run(join, (-(-p["M"] // indexer_join.rows(join)), heads), more)
 
     def _tiles(self, step: int) -> Iterator[range]:
         """Row tiles, some at a time."""
@@ -210,36 +225,83 @@ class _Call:
 
     def backward(self, saved: Saved, out: Gradients, plan: IndexerPlan) -> list[Command]:
         """The gradients that there is room for, strip by strip."""
-        p, n, c = self.problem, self.sizes, self.cut
+        p = self.problem
         room = self._room(plan.backward_regions(plan.wrt))
-        entries, keys, strip_rows = p["B"] * p.groups, -(-p["N"] // GRID) * GRID, c.strip_tiles * GRID
-        score, scan = plan.score("strip"), indexer_scan.plan(self.shape)
-        query = plan.query if plan.by_query(plan.wrt) else None
-        key = plan.key if "index_k" in plan.wrt else None
-        self._clear(room["broken"])
         args, rows = self._rows(room)
         lse = self.views.get("teacher_lse") if saved.made_lse is None else saved.made_lse
         self._pack(room, lse, {"grad": saved.grad, "index_lse": saved.index_lse, "target_sum": saved.target_sum})
-        regions = ("row_stats", "strip", "key_sums", "broken")
-        args |= {name: room[name].address for name in regions}
+        args |= {name: place.address for name, place in room.items() if name in INDEXER}
         args |= _tensor("out_q", out.index_q, p, "BIMD")
         args |= _tensor("out_weights", out.index_weights, p, "BIM")
         args |= _tensor("out_k", out.index_k, p, "BJND")
-        args |= {"strip_rows": strip_rows, "strip_pitch": keys, "splits": c.strip_splits, "shares": c.shares}
-        self._run(scan, (4 * self.facts.multiprocessors, 1), args)
-        for tiles in self._tiles(c.strip_tiles):
-            here = args | self._bits(rows, room, tiles)
-            self._run(score, (len(tiles) * c.strip_splits, entries), here)
+        args |= {"shares": plan.shares}
+        if plan.no_gates:
+            self._strips(plan, args, rows, room)
+        else:
+            self._gated_strips(plan, args, rows, room)
+        return self.commands
+
+    def _of_strip(
+        self, strip: Strip, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, _Place]
+    ) -> dict[str, Value]:
+        """What kernels of a strip read."""
+        where = {"strip_rows": strip.tiles * GRID, "strip_pitch": strip.keys, "splits": strip.splits}
+        return args | self._bits(rows, room, range(strip.first, strip.first + strip.tiles)) | where
+
+    def _strips(
+        self, plan: IndexerPlan, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, _Place]
+    ) -> None:
+        """Strip by strip: the gradients of logits, then the kernels that compute scores again and multiply by them."""
+        p, n = self.problem, self.sizes
+        query = plan.query if plan.by_query(plan.wrt) else None
+        key = plan.key if "index_k" in plan.wrt else None
+        self._clear(room["broken"])
+        self._run(indexer_scan.plan(self.shape), (4 * self.facts.multiprocessors, 1), args)
+        for strip in plan.strips:
+            here = self._of_strip(strip, args, rows, room)
+            self._run(plan.strip_score, plan.score_grid("strip", strip.tiles, strip.splits), here)
             if query is not None:
-                self._run(query, (len(tiles), p["B"] * n["I"]), here)
+                self._run(query, (strip.tiles, p["B"] * n["I"]), here)
             if key is not None:
-                self._run(key, (keys // GRID, p["B"] * n["J"], c.shares), here)
+                self._run(key, (strip.keys // GRID, p["B"] * n["J"], plan.shares), here)
         if key is not None:
-            last = indexer_sum.plan(self.shape)
-            if c.grid_tiles == 0:
+            last = plan.key_sum
+            if self.cut.grid_tiles == 0:
                 self._clear(room["key_sums"])
             self._run(last, (-(-p["N"] * n["D"] // last.threads), p["B"] * n["J"]), args)
-        return self.commands
+
+    def _gated_strips(
+        self, plan: IndexerPlan, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, _Place]
+    ) -> None:
+        """Strip by strip: the gradients of logits and all gates, then the kernels that multiply by them."""
+        p, n = self.problem, self.sizes
+        query = plan.query if plan.by_query(plan.wrt) else None
+        key = plan.key if "index_k" in plan.wrt else None
+        if query is not None:
+            tiled = indexer_tiles.plan(plan.strip_shape, weighted=False)
+            self._run(tiled, (-(-p["N"] // GRID), p["B"] * n["J"]), args)
+            self._clear(room["kept_flags"])
+        if key is not None:
+            self._clear(room["key_sums"])
+        args |= {"kept_sums": room["partials"].address}
+        weighted = indexer_tiles.plan(plan.strip_shape, weighted=True)
+        for number, strip in enumerate(plan.strips):
+            blocks = strip.keys // indexer_gated_key_sm90.KEY_BLOCK
+            more: dict[str, Value] = {"strip_number": number, "key_blocks": blocks, "head_blocks": plan.head_blocks}
+            address = room["strips"].address
+            for name, size in plan.strip_regions(strip.tiles, strip.pairs).items():
+                more[name] = address
+                address += size
+            here = self._of_strip(strip, args | more, rows, room)
+            self._run(indexer_units.plan(), (3,), here)
+            self._run(plan.strip_score, plan.score_grid("strip", strip.tiles, strip.splits), here)
+            if query is not None:
+                self._run(query, (plan.shares,), here)
+            if key is not None:
+                self._run(weighted, (strip.tiles, p["B"] * n["I"]), here)
+                self._run(key, (plan.shares,), here)
+                parts = indexer_gated_key_sm90.KEY_BLOCK // indexer_gated_join.PART_KEYS
+                self._run(plan.key_sum, (p["B"] * n["J"] * blocks, parts), here)
 
     def _room(self, regions: dict[str, int]) -> dict[str, _Place]:
         """The workspace, cut into regions."""
@@ -338,6 +400,12 @@ class _Call:
             "end_row": p["M"],
             "teacher_scale2": p.teacher_scale * LOG2E,
             "index_scale2": p.index_scale * LOG2E,
+            **dict.fromkeys(("gates", "weighted_queries", "key_tiles", "units", "items", "kept_sums", "kept_flags"), 0),
+            "strip_widths": 0,
+            "partials": 0,
+            "strip_number": 0,
+            "key_blocks": 0,
+            "head_blocks": 0,
         }
 
     def _bits(self, rows: dict[str, Value], room: Mapping[str, _Place], tiles: range) -> dict[str, Value]:
@@ -385,6 +453,10 @@ class _Call:
             },
         )
 
+    def _map(self, box: Box) -> tuple[int, ...]:
+        view = self.views[box.name]
+        return _WORDS.unpack(encode(view.ptr, operand_of(view, self.problem), self.problem["B"], box))
+
     def _clear(self, place: _Place) -> None:
         self.commands.append(Command(self.runner.runtime.memsetAsync, (place.address, 0, place.bytes)))
 
@@ -393,12 +465,20 @@ class _Call:
         if 0 in grid:
             return
         handle = self.runner.loaded(kernel, self.stream)
-        packed = _packed(kernel.args, values)
+        if kernel.boxes:
+            values = {**values, **{f"{box.name}.words": self._map(box) for box in kernel.boxes}}
+        last = self._last  # kernels of a strip read the same
+        packed = last[2] if last and last[0] is kernel.args and last[1] is values else _packed(kernel.args, values)
+        if not kernel.boxes:
+            self._last = kernel.args, values, packed
         parameters = ctypes.c_void_p(ctypes.addressof(packed))
         x, y, z = (*grid, 1, 1)[:3]
         shape = (x, y, z, kernel.threads, 1, 1, kernel.smem_bytes)
-        last = (ctypes.addressof(parameters), 0)
-        self.commands.append(Command(self.runner.launch, (handle, *shape), last, (packed, parameters)))
+        end = (ctypes.addressof(parameters), 0)
+        self.commands.append(Command(self.runner.launch, (handle, *shape), end, (packed, parameters)))
+
+
+_WORDS = struct.Struct(f"={TENSOR_MAP.size // 8}Q")
 
 
 def _packed(args: Struct, values: Mapping[str, Value]) -> Any:

@@ -26,11 +26,11 @@ def reduced(xp: Any, rows: tuple[Any, ...], given_lse: Any, asked: IndexLoss) ->
     """The results of a forward as they were asked for, with the teacher's log-sum-exps, made or given."""
     kl, index_lse, target_sum, made_lse = rows
     teacher_lse = given_lse if made_lse is None else made_lse
-    marks = inactive(xp, target_sum)
-    value = kl
-    if asked.row_weight is not None or asked.reduction != "none":
-        value = reductions.reduce_rows(xp, kl, marks, asked.row_weight, asked.reduction)
+    plain = asked.row_weight is None and asked.reduction == "none"
+    marks = None if plain else inactive(xp, target_sum)
+    value = kl if plain else reductions.reduce_rows(xp, kl, marks, asked.row_weight, asked.reduction)
     if not asked.return_stats:
         return value
-    total = reductions.weight_sum(xp, kl, marks, asked.row_weight)
-    return IndexerForward(value, index_lse, target_sum, teacher_lse, total)
+    # In as few steps as there can be: they are a part of what a small call costs.
+    count = xp.sum(target_sum != 0, dtype=kl.dtype) if plain else reductions.weight_sum(xp, kl, marks, asked.row_weight)
+    return IndexerForward(value, index_lse, target_sum, teacher_lse, count)

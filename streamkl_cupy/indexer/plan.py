@@ -14,6 +14,10 @@ from typing import NamedTuple
 from ..arrays import ITEMSIZE, ArrayView
 from ..kernels import (
     indexer_bits,
+    indexer_gated,
+    indexer_gated_join,
+    indexer_gated_key_sm90,
+    indexer_gated_query_sm90,
     indexer_join,
     indexer_key_sm80,
     indexer_pack,
@@ -21,14 +25,25 @@ from ..kernels import (
     indexer_rows,
     indexer_scan,
     indexer_score_sm80,
+    indexer_stream_sm90,
     indexer_sum,
+    indexer_tiles,
+    indexer_units,
 )
-from ..kernels.gpus import DeviceFacts
+from ..kernels.gpus import GPUS, DeviceFacts
 from ..kernels.indexer import GRID, IndexerKernel, IndexerShape
-from .problem import IndexProblem, callers_axes
+from ..kernels.tensor_maps import no_map
+from ..ops.indexer_kl import WRT
+from ..problem import Operand
+from .problem import SPECS, IndexProblem, callers_axes
+from .strips import Strip, cut_strips
 
 STRIP_BYTES = 32 << 20
 """Of gradients of logits at a time: they are read once for every head, and should stay in the L2 cache."""
+GATED_BYTES = 190_000_000
+"""Of a backward's workspace where gates are kept: its strips take what the rest leaves of it."""
+LEAST_GATED_BYTES = 64 << 20
+"""Of these strips, whatever the rest takes."""
 BLOCKS_PER_MULTIPROCESSOR = 6
 """Into so many the work is cut, for the last ones to end together."""
 BITS_BYTES = 32 << 20
@@ -73,7 +88,21 @@ def shape_of(problem: IndexProblem) -> IndexerShape:
         bits="key_mask" in views or "topk_indices" in views,
         target="target" in views,
         vectors=frozenset(key for key, name in vectors.items() if name not in views or _by_vectors(views[name])),
+        maps=frozenset(key for key, name in vectors.items() if name in views and _has_map(views[name], problem)),
     )
+
+
+def operand_of(view: ArrayView, problem: IndexProblem) -> Operand:
+    """An array with columns, as tensor maps are made of it."""
+    axes, sizes = SPECS[view.name].letters, dict(problem.sizes)
+    found = letters(view, problem, axes)
+    strides = (found.get(axes[0], 0), found.get(axes[1], 0), found[axes[2]], view.strides[-1])
+    extents = sizes.get(axes[1], 1), sizes[axes[2]], sizes[axes[3]]
+    return Operand(*extents, view.dtype, strides, view.ptr % 16 == 0)
+
+
+def _has_map(view: ArrayView, problem: IndexProblem) -> bool:
+    return 0 not in view.shape and view.dtype != "float32" and not no_map(operand_of(view, problem))
 
 
 def _by_vectors(view: ArrayView) -> bool:
@@ -129,19 +158,114 @@ class IndexerPlan:
         """Whether a forward makes the teacher's log-sum-exps."""
         return self.problem.makes_lse
 
+    @property
+    def several_keys(self) -> bool:
+        """Whether the teacher's heads of a group read more than one key head."""
+        return self.sizes["K"] > self.problem.groups
+
+    def why_no_stream(self, ending: indexer_score_sm80.Ending) -> str:
+        """Why the kernel that streams queries past keys does not serve; empty where it does."""
+        return indexer_stream_sm90.lacks(self.shape, ending, self.several_keys, self.facts)
+
     def score(self, ending: indexer_score_sm80.Ending) -> IndexerKernel:
         """The kernel of score tiles."""
-        return indexer_score_sm80.plan(self.shape, ending, self.facts)
+        shape = self.strip_shape if ending == "strip" else self.shape
+        if not self.why_no_stream(ending):
+            return indexer_stream_sm90.plan(shape, ending, self.several_keys, self.problem["N"], self.facts)
+        return indexer_score_sm80.plan(shape, ending, self.facts)
+
+    def score_grid(self, ending: indexer_score_sm80.Ending, tiles: int, splits: int) -> tuple[int, int]:
+        """Blocks of a launch over so many row tiles."""
+        entries = self.problem["B"] * self.problem.groups
+        if self.why_no_stream(ending):
+            return tiles * splits, entries
+        shares = -(-self.problem["N"] // indexer_stream_sm90.share_keys(self.problem["N"]))
+        together = indexer_stream_sm90.tiles_together(self.several_keys)
+        # Tiles of a launch may begin or end in the midst of those of a cluster.
+        clusters = ((tiles + together - 1) // together + (together > 1)) * entries * shares
+        return together * min(clusters, self.facts.multiprocessors // together), 1
+
+    @cached_property
+    def row_states(self) -> int:
+        """Of each row, that a forward joins."""
+        return self.cut.splits if self.why_no_stream("rows") else indexer_stream_sm90.states(self.problem["N"])
+
+    @property
+    def join(self) -> IndexerKernel:
+        """The kernel that joins these."""
+        if self.why_no_stream("rows"):
+            return indexer_join.plan(lse=False)
+        share = indexer_stream_sm90.share_keys(self.problem["N"])
+        together = indexer_stream_sm90.tiles_together(self.several_keys)
+        return indexer_join.plan(lse=False, share_keys=share, tiles=together)
+
+    @cached_property
+    def no_gates(self) -> str:
+        """Why a backward does not keep gates; empty where it does."""
+        if 0 in (self.problem["B"], self.problem["M"], self.problem["N"]):
+            return "there is nothing to keep"
+        return indexer_gated.refuses(self.shape, self.facts)
+
+    @property
+    def strip_shape(self) -> IndexerShape:
+        """What the kernels of a backward are compiled for."""
+        return self.shape._replace(tiled=not self.no_gates)
+
+    @cached_property
+    def strip_score(self) -> IndexerKernel:
+        """The kernel that leaves the gradients of logits."""
+        return self.score("strip")
 
     @cached_property
     def query(self) -> IndexerKernel:
         """The kernel of the gradients to queries and weights."""
-        return indexer_query_sm80.plan(self.shape, self.facts)
+        if self.no_gates:
+            return indexer_query_sm80.plan(self.shape, self.facts)
+        return indexer_gated_query_sm90.plan(self.strip_shape, self.facts, self.block_heads)
+
+    @property
+    def block_heads(self) -> int:
+        """Heads of a group that a block of that kernel has, where gates are kept."""
+        return indexer_gated_query_sm90.heads_of(self.sizes["I"] // self.problem.groups)
+
+    @property
+    def head_blocks(self) -> int:
+        """Blocks over which they go."""
+        return -(-(self.sizes["I"] // self.problem.groups) // self.block_heads)
 
     @cached_property
     def key(self) -> IndexerKernel:
         """The kernel of the gradient to keys."""
-        return indexer_key_sm80.plan(self.shape, self.facts)
+        if self.no_gates:
+            return indexer_key_sm80.plan(self.shape, self.facts)
+        return indexer_gated_key_sm90.plan(self.strip_shape, self.facts)
+
+    @cached_property
+    def strips(self) -> tuple[Strip, ...]:
+        """Of a backward: where gates are kept, of as many rows as memory allows."""
+        p, c = self.problem, self.cut
+        if self.no_gates:
+            keys, step = -(-p["N"] // GRID) * GRID, max(c.strip_tiles, 1)
+            firsts = range(0, c.grid_tiles, step)
+            return tuple(Strip(i, min(step, c.grid_tiles - i), keys, 0, c.strip_splits) for i in firsts)
+        rest = total(self.gated_regions(WRT, ()))
+        room, heads = max(GATED_BYTES - rest, LEAST_GATED_BYTES), (self.sizes["H"] + self.sizes["I"]) // p.groups
+
+        def size(tiles: int, pairs: int) -> int:
+            return self.strip_bytes(tiles, pairs) + self.row_regions(tiles)["bits"]
+
+        found = cut_strips(p, self.facts.multiprocessors, heads, size, room)
+        wanted = BLOCKS_PER_MULTIPROCESSOR * self.facts.multiprocessors
+
+        def splits(tiles: int) -> int:
+            return min(-(-wanted // (tiles * p["B"] * p.groups)), -(-p["N"] // GRID), MOST_SPLITS)
+
+        return tuple(Strip(*strip, splits(strip[1])) for strip in found)
+
+    @property
+    def shares(self) -> int:
+        """Blocks over which the work of a gradient goes; without gates, the rows of a key tile."""
+        return self.cut.shares if self.no_gates else self.facts.multiprocessors
 
     @property
     def rows(self) -> tuple[IndexerKernel, ...]:
@@ -156,16 +280,27 @@ class IndexerPlan:
         lse = (self.score("lse"), *join) if self.makes_lse else ()
         if self.problem.operation.rows == ("target",):
             return (*self.rows, *lse, self.score("target"))
-        return (*self.rows, *lse, self.score("rows"), indexer_join.plan(lse=False))
+        return (*self.rows, *lse, self.score("rows"), self.join)
 
     @property
     def backward(self) -> tuple[IndexerKernel, ...]:
         """All kernels of the gradients `wrt`."""
         if not self.wrt:
             return ()
-        query = (self.query,) if self.by_query(self.wrt) else ()
-        key = (self.key, indexer_sum.plan(self.shape)) if "index_k" in self.wrt else ()
-        return (*self.rows, indexer_scan.plan(self.shape), self.score("strip"), *query, *key)
+        query = [self.query] if self.by_query(self.wrt) else []
+        key = [self.key, self.key_sum] if "index_k" in self.wrt else []
+        before = [indexer_scan.plan(self.shape)]
+        if not self.no_gates:
+            before = [indexer_units.plan()]
+            before += [
+                indexer_tiles.plan(self.strip_shape, weighted) for weighted, of in ((False, query), (True, key)) if of
+            ]
+        return (*self.rows, *before, self.strip_score, *query, *key)
+
+    @property
+    def key_sum(self) -> IndexerKernel:
+        """What adds up the sums of blocks that share keys."""
+        return indexer_sum.plan(self.shape) if self.no_gates else indexer_gated_join.plan(self.strip_shape, self.shares)
 
     @staticmethod
     def by_query(wrt: Collection[str]) -> bool:
@@ -203,22 +338,68 @@ class IndexerPlan:
         """Bytes of the regions of a forward's workspace, or of a target's."""
         p, c = self.problem, self.cut
         lse = c.lse_splits * self.sizes["H"] if makes_lse and c.lse_splits > 1 else 0
-        states = 16 * max(c.splits * p.groups, lse) * p["M"] * p["B"]
+        states = 16 * max(self.row_states * p.groups, lse) * p["M"] * p["B"]
         made = {} if "made_lse" in p.operation.ruled_rows or not makes_lse else {"made_lse": 4 * prod(p.shape("BHM"))}
         return {**self.row_regions(self.bit_tiles), "states": states, **made}
 
     def backward_regions(self, wrt: Collection[str]) -> dict[str, int]:
         """Bytes of the regions of a backward's workspace."""
-        p, n, c = self.problem, self.sizes, self.cut
+        if not self.no_gates:
+            return self.gated_regions(wrt, self.strips)
+        p, n = self.problem, self.sizes
         entries, depth = p["B"] * p.groups, -(-n["D"] // 16) * 16
-        keys = -(-p["N"] // GRID) * GRID
+        tiles = max((strip.tiles for strip in self.strips), default=0)
         return {
-            **self.row_regions(c.strip_tiles),
+            **self.row_regions(tiles),
             "row_stats": 16 * entries * p["M"],
-            "strip": entries * c.strip_tiles * GRID * keys * ITEMSIZE[self.shape.student],
-            "key_sums": 4 * c.shares * p["B"] * n["J"] * p["N"] * depth if "index_k" in wrt else 0,
+            "strip": entries * tiles * GRID * -(-p["N"] // GRID) * GRID * ITEMSIZE[self.shape.student],
+            "key_sums": 4 * self.shares * p["B"] * n["J"] * p["N"] * depth if "index_k" in wrt else 0,
             "broken": 4,
         }
+
+    def gated_regions(self, wrt: Collection[str], strips: Collection[Strip]) -> dict[str, int]:
+        """The same where gates are kept; one region has what strips have one after the other."""
+        p, n, shares = self.problem, self.sizes, self.facts.multiprocessors
+        depth, block = -(-n["D"] // 16) * 16, indexer_gated_key_sm90.KEY_BLOCK
+        tiles = max((strip.tiles for strip in strips), default=0)
+        regions = {
+            **self.row_regions(tiles),
+            "row_stats": 16 * p["B"] * p.groups * p["M"],
+            "strips": max((self.strip_bytes(strip.tiles, strip.pairs) for strip in strips), default=0),
+            "strip_widths": 4 * (p["B"] * tiles + 1),
+            # What blocks leave for others, of one gradient after the other.
+            "partials": 4 * shares * max(GRID * self.block_heads, block) * depth,
+        }
+        if self.by_query(wrt):
+            regions |= {
+                "key_tiles": p["B"] * n["J"] * -(-p["N"] // GRID) * self.operand_bytes,
+                "items": 4 * (p["B"] * tiles + 1),
+                "kept_flags": 4 * shares * indexer_gated_query_sm90.WARPS,
+            }
+        if "index_k" in wrt:
+            regions |= {
+                "key_sums": 4 * p["B"] * n["J"] * p["N"] * depth,
+                "units": 4 * (p["B"] * n["J"] * -(-p["N"] // block) + 1),
+            }
+        return regions
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of a tile of queries or keys as gradients read them."""
+        return GRID * 128 * -(-self.sizes["D"] // 64)
+
+    def strip_regions(self, tiles: int, pairs: int) -> dict[str, int]:
+        """Bytes of what there is of a strip of so many row tiles and pairs."""
+        p, n = self.problem, self.sizes
+        return {
+            "strip": 2 * p["B"] * p.groups * pairs,
+            "gates": p["B"] * n["I"] * pairs // 8 if self.shape.gated else 0,
+            "weighted_queries": p["B"] * n["I"] * tiles * self.operand_bytes,
+        }
+
+    def strip_bytes(self, tiles: int, pairs: int) -> int:
+        """Of all of that."""
+        return sum(self.strip_regions(tiles, pairs).values())
 
     @property
     def workspace_bytes(self) -> int:
@@ -231,18 +412,21 @@ class IndexerPlan:
         return total(self.backward_regions(self.wrt)) if self.wrt else 0
 
     def __str__(self) -> str:
-        p, c, n = self.problem, self.cut, self.sizes
+        p, n, reason = self.problem, self.sizes, self.why_no_stream("rows")
         teacher = f"H={n['H']} of {self.shape.teacher}" if n["H"] else "target given"
         lines = [
             f"indexer KL on {self.facts.name or p.device}: B={p['B']} M={p['M']} N={p['N']}, teacher {teacher}, "
             f"indexer HI={n['I']} of {self.shape.student}, {p.groups} groups",
-            f"  forward, {self.workspace_bytes / 2**20:.1f} MiB of workspace, keys over {c.splits} blocks",
+            f"  forward, {self.workspace_bytes / 2**20:.1f} MiB of workspace, {self.row_states} states to a row",
+            f"    queries are not streamed: {reason}" if reason else "    queries are streamed",
             *(f"    {kernel}" for kernel in self.forward),
         ]
         if self.wrt:
+            rows = [strip.tiles * GRID for strip in self.strips] or [0]
             lines += [
-                f"  backward to {', '.join(self.wrt)}, {self.backward_bytes / 2**20:.1f} MiB of workspace, strips of "
-                f"{c.strip_tiles * GRID} rows, keys over {c.strip_splits} blocks, rows over {c.shares}",
+                f"  backward to {', '.join(self.wrt)}, {self.backward_bytes / 2**20:.1f} MiB of workspace, "
+                f"{len(self.strips)} strips of {min(rows)} to {max(rows)} rows, shares for {self.shares} blocks",
+                f"    gates are not kept: {self.no_gates}" if self.no_gates else "    gates are kept",
                 *(f"    {kernel}" for kernel in self.backward),
             ]
         return "\n".join(lines)
@@ -266,7 +450,24 @@ def make_plan(problem: IndexProblem, facts: DeviceFacts, wrt: tuple[str, ...] = 
             f"GPU {facts.name or '?'} has compute capability {major}.{minor}; kernels are built for 8.0 (Ampere) and "
             f"newer; use arrays on the CPU"
         )
+    _check_gradients(problem, facts, wrt)
     return IndexerPlan(problem, shape_of(problem), facts, cut(problem, facts), _bit_groups(problem), wrt)
+
+
+def gradients_built(problem: IndexProblem, wrt: tuple[str, ...]) -> None:
+    """Refuse gradients that no kernel computes on any GPU."""
+    if problem.device.kind == "cuda":
+        _check_gradients(problem, GPUS["sm_90"], wrt)
+
+
+def _check_gradients(problem: IndexProblem, facts: DeviceFacts, wrt: tuple[str, ...]) -> None:
+    if not wrt or problem.views["index_q"].dtype != "float16":
+        return
+    if reason := indexer_gated.refuses(shape_of(problem), facts):
+        raise NotImplementedError(
+            "gradients of an indexer in float16 on a GPU are built where the gates of its scores can be kept, and here "
+            f"they cannot: {reason}. Cast index_q and index_k to bfloat16 or float32"
+        )
 
 
 def _bit_groups(problem: IndexProblem) -> int:

@@ -266,15 +266,6 @@ def to_problem(op: Op, inputs: Inputs, options: IndexOptions, masks: MaskArrays 
     )
 
 
-def gradients_built(problem: IndexProblem, wrt: tuple[str, ...]) -> None:
-    """Refuse gradients that no kernel computes."""
-    if problem.device.kind == "cuda" and wrt and problem.views["index_q"].dtype == "float16":
-        raise NotImplementedError(
-            "gradients of an indexer in float16 on a GPU are not built; built are bfloat16 and float32. Cast index_q "
-            "and index_k"
-        )
-
-
 def _check_gpu(views: Views) -> None:
     for view in views.values():
         if view.dtype == "float64":

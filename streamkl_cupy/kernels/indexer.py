@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..compiler.source import flatten
-from .base import ELEMENT_BYTES
+from .base import ELEMENT_BYTES, Box
 from .gpus import DeviceFacts
 from .structs import TENSOR_MAP, Struct
 
@@ -35,6 +35,10 @@ class IndexerShape(NamedTuple):
     """Whether the teacher's heads come added up."""
     vectors: frozenset[str]
     """Operands, as "TQ", that are read 16 bytes at a time."""
+    maps: frozenset[str] = frozenset()
+    """Those that tensor maps can describe."""
+    tiled: bool = False
+    """Whether the strip lies in tiles, with gates beside it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class IndexerKernel:
     args: Struct
     threads: int
     smem_bytes: int = 0
+    boxes: tuple[Box, ...] = ()
+    """What its arguments have tensor maps of."""
 
     @property
     def symbol(self) -> str:
@@ -66,7 +72,8 @@ class IndexerKernel:
 @lru_cache(maxsize=256)
 def _text(name: str, constants: tuple[tuple[str, int], ...], args: Struct) -> str:
     # Tiles of Hopper's know how tensor maps load them.
-    prologue = f"{TENSOR_MAP.text}\n{args.text}" if name.endswith("_sm90") else args.text
+    has_maps = any(field.type == TENSOR_MAP for field in args.fields)
+    prologue = f"{TENSOR_MAP.text}\n{args.text}" if name.endswith("_sm90") and not has_maps else args.text
     return flatten(f"kernels/{name}.cu", dict(constants), {}, prologue=prologue)
 
 
@@ -98,6 +105,7 @@ def shape_constants(shape: IndexerShape) -> dict[str, int]:
         "SKL_W_ELEMENT": CODES[shape.weights],
         "SKL_GATED": int(shape.gated),
         "SKL_BITS": int(shape.bits),
+        "SKL_TILED_STRIP": int(shape.tiled),
         **{f"SKL_{name}_VECTOR": int(name in shape.vectors) for name in ("TQ", "TK", "RQ", "RK", "SQ", "SK")},
     }
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from ..ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION
 from ..rules.masks import most_words
@@ -121,12 +121,15 @@ class Struct:
             KeyError: a name is not of a field, or a field has no value.
         """
         given = {self._paths[name]: value for name, value in values.items()}
-        numbers: list[float] = []
+        numbers: list[Any] = []
         for path, (_, kind, length) in self.leaves.items():
             if path not in given and kind != "u64":
                 raise KeyError(f"{self.name}: {path!r} has no value")
             value = given.get(path, [0] * length if length else 0)
-            numbers += value if isinstance(value, Sequence) else (value,)
+            if length:
+                numbers += cast(Sequence[float], value)
+            else:
+                numbers.append(value)
         return self.packer.pack(*numbers)
 
     @cached_property
@@ -334,6 +337,18 @@ INDEXER = Struct(
         Field("end_row", "int"),
         Field("teacher_scale2", "float", "in base 2"),
         Field("index_scale2", "float"),
+        Field("gates", "u64", "[B][G][strip's row tiles][head][key tiles] words of tile/strip.cuh"),
+        Field("weighted_queries", "u64", "[B][HI][strip's row tiles] tiles of operands, times their weights"),
+        Field("key_tiles", "u64", "[B][index_key_heads] of all keys the same"),
+        Field("units", "u64", "ints, [B index_key_heads][key blocks] and the end: a strip's work before each"),
+        Field("items", "u64", "ints, [B][strip's row tiles] and the end: work before each"),
+        Field("kept_sums", "u64", "float32 sums of items that go on in the next share"),
+        Field("kept_flags", "u64", "[share][8] ints: of which strip they are"),
+        Field("strip_widths", "u64", "ints, [B][strip's row tiles] and the end: tiles of keys before each"),
+        Field("partials", "u64", "float32 sums of blocks that go on with a key block that another began"),
+        Field("strip_number", "int"),
+        Field("key_blocks", "int"),
+        Field("head_blocks", "int"),
     ),
     "all that the indexer's kernels read and write",
 )
@@ -444,6 +459,10 @@ def args_of(teacher: Names = ("scale",), student: Names = ("scale",)) -> Args:
 
 def _with_maps(name: str, base: str, args: Struct, inputs: Names = ATTENTION_KL.names) -> Struct:
     return Struct(name, (*(Field(x, TENSOR_MAP) for x in inputs), Field(base, args)))
+
+
+INDEXER_MAPS = ("teacher_q", "teacher_k", "index_q", "index_k")
+HOPPER_INDEXER = _with_maps("HopperIndexerArgs", "base", INDEXER, INDEXER_MAPS)
 
 
 class AttentionArgs(NamedTuple):

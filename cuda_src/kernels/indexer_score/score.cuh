@@ -20,20 +20,13 @@
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
+#include "kernels/indexer_score/ending.cuh"
 #include "pipeline/ring.cuh"
 #include "tile/index_parts.cuh"
 
-using StripElement = Element<SKL_S_ELEMENT>;
-
-enum Ending { kEndsInRows = 0, kEndsInStrip = 1, kEndsInTarget = 2, kEndsInLse = 3 };
-constexpr int kEnding = SKL_ENDING;
-constexpr bool kTeacherIsGiven = SKL_TARGET;
-constexpr bool kHasStudent = kEnding == kEndsInRows || kEnding == kEndsInStrip;
-constexpr bool kGated = SKL_GATED;
 constexpr int kTeacherParts = ceil_div(SKL_T_DIM, SKL_T_PART), kExtraParts = SKL_R_DIM > 0;
 constexpr int kIndexParts = ceil_div(SKL_S_DIM, SKL_S_PART);
 
-constexpr int kWarpColumns = kColumns / kColumnWarps, kTiles = kWarpColumns / 8;
 constexpr int kQueryBytes = larger(TeacherTile::bytes(kRows), IndexTile::bytes(kRows)),
               kKeyBytes = larger(TeacherTile::bytes(kColumns), IndexTile::bytes(kColumns));
 static_assert(2 * (kQueryBytes + kKeyBytes) + Products::kAlignment == SKL_SMEM_BYTES && kStages == 2,
@@ -65,34 +58,6 @@ struct Step {
         fresh = parts() > 1 || head == 0 || head == teacher_heads ||
                 (teacher() && (first_head + head) % teacher_group == 0);
         slot ^= fresh;
-    }
-};
-
-// Sums of a row over keys: the student's reference and sum, the teacher's mass, and sum t (log2 t - (I - r)).
-struct MassState {
-    float r, l, mass, terms;
-    __device__ void start() {
-        r = kUnseenKey;
-        l = mass = terms = 0.f;
-    }
-    static constexpr float kUnseenKey = -2e30f;  // finite, so that it can be subtracted
-    __device__ void move(float to) {
-        const float d = to - r;
-        l *= exp2_approx(-d);
-        terms = fmaf(d, mass, terms);
-        r = to;
-    }
-    __device__ void merge(MassState other) {
-        const float to = fmaxf(r, other.r);
-        move(to);
-        other.move(to);
-        l += other.l;
-        mass += other.mass;
-        terms += other.terms;
-    }
-    __device__ MassState shuffle(int mask) const {
-        return {__shfl_xor_sync(~0u, r, mask), __shfl_xor_sync(~0u, l, mask), __shfl_xor_sync(~0u, mass, mask),
-                __shfl_xor_sync(~0u, terms, mask)};
     }
 };
 
@@ -134,71 +99,6 @@ struct Fetch {
         }
     }
 };
-
-// t += exp2(c s - lse); of a head that counts nothing, whose lse is infinite, nothing is added whatever s is.
-template <bool SOME_COUNT_NOTHING>
-__device__ inline void add_masses(Strip<kTiles>& t, const Strip<kTiles>& s, float scale, const float (&lse)[2]) {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float against = lse[Accumulators::row(e)];
-            const float x = exp2_approx(fmaf(scale, s[0][n][e], -against));
-            if constexpr (SOME_COUNT_NOTHING) {
-                if (against != infinity()) t[0][n][e] += fmaf(s[0][n][e], 0.f, x);
-            } else {
-                t[0][n][e] = fmaf(s[0][n][e], 0.f, t[0][n][e] + x);
-            }
-        }
-}
-
-__device__ inline void add_weighted(Strip<kTiles>& logits, const Strip<kTiles>& s, const float (&weight)[2]) {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float x = s[0][n][e], w = weight[Accumulators::row(e)];
-            logits[0][n][e] =
-                kGated ? fmaf(x, 0.f, fmaf(w, fmaxf(x, 0.f), logits[0][n][e])) : fmaf(w, x, logits[0][n][e]);
-        }
-}
-
-// The lane's elements of one of its rows of a tile: of key number i of them.
-__device__ inline int key_of(int first, int i) {
-    return first + 8 * (i / 2) + Accumulators::first_column(lane_id()) + i % 2;
-}
-
-template <bool WITH_MASS>
-__device__ inline void absorb(MassState& state, const Strip<kTiles>& t, const Strip<kTiles>& logits, float scale,
-                              int half, const RowKeys& row, int first_key) {
-    float x[2 * kTiles], to = state.r;
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-        const bool seen = row.sees(key_of(first_key, i));
-        const float logit = logits[0][i / 2][Accumulators::element(half, i % 2)];
-        // An infinite logit of the teacher shows; those of the student do already.
-        x[i] = !seen ? MassState::kUnseenKey : WITH_MASS ? scale * logit : fmaf(logit, 0.f, scale * logit);
-        to = fmaxf(to, x[i]);
-    }
-    state.move(to);
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-        const bool seen = row.sees(key_of(first_key, i));
-        const float above = x[i] - to;
-        state.l += seen ? exp2_approx(above) : 0.f;
-        if constexpr (WITH_MASS) {
-            const float mass = seen ? t[0][i / 2][Accumulators::element(half, i % 2)] : 0.f;
-            state.mass += mass;
-            state.terms += mass == 0.f ? 0.f : mass * (log2_approx(mass) - above);
-        }
-    }
-}
-
-// Where the strip has a row's gradients, from a key on.
-__device__ inline u64 strip_row(const IndexerArgs& args, int entry, int row, int key) {
-    const i64 local = static_cast<i64>(entry) * args.strip_rows + row - args.first_tile * kStripTile;
-    return args.strip + (local * args.strip_pitch + key) * StripElement::kBytes;
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     streamkl_indexer_score(const __grid_constant__ IndexerArgs args) {
@@ -257,8 +157,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
 #pragma unroll
                     for (int n = 0; n < kTiles; ++n)
                         StripElement::store_pair(
-                            strip_row(args, batch * args.groups + group, row + Accumulators::below(half), key) +
-                                (8 * n + Accumulators::first_column(lane)) * StripElement::kBytes,
+                            strip_pair(args, batch * args.groups + group, row + Accumulators::below(half),
+                                       key + Accumulators::first_column(lane)) +
+                                strip_step(n),
                             0.f, 0.f);
             return;
         }
@@ -309,7 +210,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         } else {
             Products::multiply(s, IndexTile{fetch.queries(i)}, warp_row, IndexTile{fetch.keys(at.slot)}, warp_column,
                                at.part == 0);
-            if (at.last_part()) add_weighted(logits, s, factor);
+            if (at.last_part()) {
+                if constexpr (kKeepsGates) {
+                    const int first = at.key + warp_column;
+                    if (kColumns == kStripTile || first < keys.end)
+                        store_gates(args, batch * args.groups + group, at.head - at.teacher_heads, tile,
+                                    first / kStripTile, warp % kWarps, gates_of(s[0]));
+                }
+                add_weighted(logits, s, factor);
+            }
         }
         if (!at.last()) continue;
         const int first_key = at.key + warp_column;
@@ -347,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                 }
             } else {
                 const float4 stats = rows[half];
-                const u64 to = strip_row(args, batch * args.groups + group, r, first_key);
+                const u64 to =
+                    strip_pair(args, batch * args.groups + group, r, first_key + Accumulators::first_column(lane));
 #pragma unroll
                 for (int n = 0; n < kTiles; ++n) {
                     float d[2];
@@ -359,8 +269,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                         d[j] = counts ? stats.z * fmaf(-stats.y, t[0][n][e], q) : 0.f;
                     }
                     if (kColumns > kStripTile && first_key >= keys.end) continue;  // beyond the strip's tiles
-                    StripElement::store_pair(to + (8 * n + Accumulators::first_column(lane)) * StripElement::kBytes,
-                                             d[0], d[1]);
+                    StripElement::store_pair(to + strip_step(n), d[0], d[1]);
                 }
             }
         }
