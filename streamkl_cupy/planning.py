@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class FusedPlan:
-    """Both gradients of one side in one pass over the scores. Its sums, where it has any, have no fixed order."""
+    """Several gradients of one side in one pass over the scores. Its sums, where it has any, have no fixed order."""
 
     side: str
     kernels: tuple[KernelPlan, ...]
@@ -64,7 +64,8 @@ class FusedPlan:
         return self.main.task.results
 
     def __str__(self) -> str:
-        return f"both gradients of the {self.main}, workspace {self.workspace_bytes} B"
+        many = {2: "both"}.get(len(self.names), "all")
+        return f"{many} gradients of the {self.main}, workspace {self.workspace_bytes} B"
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Plan:
     """Arrays of the mask that are packed to bits before any other kernel runs. These are the first bytes of every
     workspace, without which such a mask cannot be."""
     fused: tuple[FusedPlan, ...] = ()
-    """What computes both gradients of a side when both are wanted, there is room for its workspace and equal bits from
-    run to run are not asked for; otherwise each has its own kernel."""
+    """What computes several gradients of a side when all of them are wanted, there is room for its workspace and equal
+    bits from run to run are not asked for, the most gradients first; what none of them does has its own kernel."""
     unfused: tuple[tuple[str, str], ...] = ()
     """Sides that have no such pass, and why."""
 
@@ -202,6 +203,10 @@ class Plan:
             f"this call are {[key for key, _ in self.gradients]}"
         )
 
+    def _instead(self, side: str) -> str:
+        """What a side has in place of a pass that it does not have."""
+        return "no pass for all gradients" if side in [x.side for x in self.fused] else "a kernel per gradient"
+
     def __str__(self) -> str:
         p = self.problem
         title = p.op.replace("_", " ").replace("kl", "KL")
@@ -230,7 +235,7 @@ class Plan:
             *(f"  pass {i} by the same kernels" for i, _ in enumerate(divergences.of(p).later_floats, start=2)),
             *(f"  gradients of the {kernel}" for _, kernel in self.saved_rows),
             *(f"  {fused}" for fused in self.fused),
-            *(f"  {side}: a kernel per gradient ({why})" for side, why in self.unfused),
+            *(f"  {side}: {self._instead(side)} ({why})" for side, why in self.unfused),
             *(f"  {kernel}" for _, kernel in self.gradients),
             *(f"  {side}: no gradients ({why})" for side in p.operation.sides if (why := no_gradients(p, side))),
         ]
@@ -330,9 +335,9 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     op = problem.operation
     sides = [side for side in op.sides if not no_gradients(problem, side)]
     packed = mask_bits.plan(problem, facts)
-    passes = {task.side: _fused(Work(problem, task), facts) for task in op.fused if task.side in sides}
+    passes = [(task, *_fused(Work(problem, task), facts)) for task in op.fused if task.side in sides]
     gradients = tuple((task.name, _alone(Work(problem, task), facts)) for task in op.gradients if task.side in sides)
-    fused = tuple(found for found, _ in passes.values() if found is not None)
+    fused = tuple(found for _, found, _ in passes if found is not None)
     rows, readers = SAVED_ROWS[problem.op], [*(x.main for x in fused), *(kernel for _, kernel in gradients)]
     saved_rows_bytes = rows.rows_bytes(problem, readers)
     return Plan(
@@ -344,7 +349,7 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
         workspace_bytes=sum(x.bytes for x in packed),
         mask_bits=packed,
         fused=fused,
-        unfused=tuple((side, reason) for side, (found, reason) in passes.items() if found is None),
+        unfused=tuple((task.side, reason) for task, found, reason in passes if found is None),
     )
 
 

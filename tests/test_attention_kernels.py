@@ -38,7 +38,7 @@ def members(name: str) -> dict[str, str]:
         counts = "batch heads queries keys group tiles head_group splits sequences"
         rest = {**{f"n.{x}": "i" for x in counts.split()}, "n.mask": f"{structs.MASK_WORDS}q", "numbers.scale": "f"}
         tensors = dict.fromkeys(NAMES, FOUR)
-        if "Gradient" in name:
+        if "Gradient" in name or "Fused" in name:
             tensors |= dict.fromkeys(("grad", "out", "out_value"), FOUR)
             rest |= {"out_scale": "f", "rows": "Q"}
         else:
@@ -48,7 +48,9 @@ def members(name: str) -> dict[str, str]:
     found |= rest
     if name.startswith("Hopper"):
         found = {f"base.{x}": code for x, code in found.items()}
-        found |= dict.fromkeys((*NAMES, "grad") if "Gradient" in name else NAMES, "16Q")
+        found |= dict.fromkeys(NAMES if name == "HopperAttentionArgs" else (*NAMES, "grad"), "16Q")
+        if "Fused" in name:
+            found |= {"out_q.pointer": "Q", **{f"out_q.{a}": "q" for a in FOUR}, "workspace": "Q"}
     return found
 
 
@@ -139,9 +141,10 @@ def test_a_backward_is_packed_by_name(book: Book, rng: np.random.Generator, wrt:
     plan = call.runner.plan
     outputs = SPARSE_ATTENTION.Gradients(*(call.outputs[name] if name in wrt else None for name in NAMES))
     call.runner.backward(tuple(call.inputs.values()), call.saved, outputs, 7, call.workspace)
-    both = {"key", "value"} <= set(wrt)
-    kernels = [plan.fused[0].main] if both else []
-    kernels += [plan.gradient(name) for name in NAMES if name in wrt and not (both and name != "query")]
+    passes = [fused for fused in plan.fused if set(fused.names) <= set(wrt)][:1]
+    done = {name for fused in passes for name in fused.names}
+    kernels = [kernel for fused in passes for kernel in fused.kernels]
+    kernels += [plan.gradient(name) for name in NAMES if name in wrt and name not in done]
     made = plan.saved_rows[0][1]
     assert book.shapes == shapes(made, *kernels)
     copied = any(kernel.boxes for _, kernel in plan.gradients)
@@ -154,13 +157,14 @@ def test_a_backward_is_packed_by_name(book: Book, rng: np.random.Generator, wrt:
         **call.saved_row("grad_lse", "grad_lse", THREE), "entries": 2, "heads": 8, "queries": 300,
         "workspace": call.workspace, "copy": copy if copied else 0,
     }  # fmt: skip
-    fields = dict(zip(NAMES, ("out", "out", "out_value")))
     for (symbol, read), kernel in zip(rest, kernels, strict=True):
-        assert symbol == "streamkl_attention_gradient"
+        assert symbol == kernel.symbol
         want = call.expected(kernel, (33,)) | grad | {"rows": call.workspace}
         want["out_scale"] = pytest.approx(call.problem.distributions[0].scale)
-        written = {fields[name]: name for name in kernel.task.results}
-        for field in ("out", "out_value"):
+        written = dict(kernel.task.outputs)
+        if len(written) == 3:
+            want["workspace"] = call.workspace + plan.gradient_start
+        for field in ("out", "out_value", "out_q")[: 3 if len(written) == 3 else 2]:
             got = {x: read.pop(x) for x in [y for y in read if y.startswith(f"{field}.")]}
             if field in written:
                 name = written[field]
@@ -200,7 +204,7 @@ def problem(dims: tuple[int, int], dtype: str = "bfloat16", rows: tuple[int, int
 @pytest.mark.parametrize(
     "dims, dtype, forward, gradients, both",
     [
-        ((128, 128), "bfloat16", "sm90", ["sm90"] * 3, "sm90"),
+        ((128, 128), "bfloat16", "sm90", ["sm90"] * 3, "sm90 sm90"),
         ((64, 128), "float16", "sm90", ["sm90"] * 3, "sm90"),
         ((192, 128), "bfloat16", "sm90", ["sm90", "sm80", "sm80"], ""),
         ((256, 256), "float16", "sm80", ["sm80"] * 3, ""),
@@ -215,7 +219,7 @@ def test_the_kernels_of_a_call_on_hopper(
     plan = make_plan(problem(dims, dtype), facts_for_arch("sm_90"))
     assert plan.forward.family == forward
     assert [kernel.family for _, kernel in plan.gradients] == gradients
-    assert [fused.main.family for fused in plan.fused] == ([both] if both else [])
+    assert [fused.main.family for fused in plan.fused] == both.split()
     assert bool(both) or plan.unfused[0][1]
     copied = "sm90" in gradients
     assert len(plan.saved_rows[0][1].regions) == 1 + copied
@@ -257,20 +261,22 @@ def test_stationary_keys_beside_a_pattern_are_64() -> None:
     made = patterns.sharded(32, window=127, stride=4, queries=4096, block=64, causal=True, key_heads=8)
     with_lists = make_plan(problem((128, 128), mask=MaskSpec(("blocks",), (), made)), facts_for_arch("sm_90"))
     without = make_plan(problem((128, 128)), facts_for_arch("sm_90"))
-    tiles = [plan.fused[0].main.tile for plan in (with_lists, without)]
+    tiles = [plan.fused[-1].main.tile for plan in (with_lists, without)]
     assert [tile and (tile.rows, tile.warps) for tile in tiles] == [(64, 8), (128, 8)]
 
 
 # Results
 
 
-@pytest.fixture(params=["sm80", "sm90"])
+@pytest.fixture(params=["sm80", "sm90", "one pass"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Kernels of one family for all that it can do."""
+    """Kernels of one family for all that it can do, or with that for all gradients in one pass."""
     found = str(request.param)
-    for kind in ("attention", "attention_gradient"):
-        of_family = tuple(kernel for kernel in KERNELS[kind] if kernel.family in (found, "sm80"))
-        monkeypatch.setitem(KERNELS, kind, of_family)
+    if found != "one pass":
+        monkeypatch.setitem(KERNELS, "attention_fused", ())
+        for kind in ("attention", "attention_gradient"):
+            of_family = tuple(kernel for kernel in KERNELS[kind] if kernel.family in (found, "sm80"))
+            monkeypatch.setitem(KERNELS, kind, of_family)
     for cached in (planning.make_plan, planning._unsplit_plan):
         cached.cache_clear()
     return found

@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     __syncthreads();
 
     const Range keys = mask.keys_of(first_row, end_row), tiles = covering(keys, kColumns);
-    Walk walk(mask, {first_row, end_row}, split_of(mask.steps_of(first_row, tiles), block, n));
+    Walk walk(mask, {first_row, end_row}, split_of(mask.steps_at_once(first_row, tiles), block, n));
     RingCursor<kRing> at;
 
     if (group == kGroups) {

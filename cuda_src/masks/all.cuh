@@ -93,6 +93,7 @@ struct AllOf : Parts... {
     }
 
     __device__ Range steps_of(int first_row, Range tiles) const { return List::steps_of(first_row, tiles); }
+    __device__ Range steps_at_once(int first_row, Range tiles) const { return List::steps_at_once(first_row, tiles); }
     __device__ TileEntry entry(int step) const { return List::entry(step); }
     __device__ void enter(int first_row, int first_column, u64 bits) { List::enter(first_row, first_column, bits); }
 

@@ -44,6 +44,14 @@ struct Blocks : Part {
         };
         return {before(tiles.begin), before(tiles.end)};
     }
+    // The same without a search where all of the list lies in `tiles`, as that of a pattern does which was made for the
+    // other parts of the mask.
+    __device__ Range steps_at_once(int row, Range tiles) const {
+        const int first = offsets[row / kRows], end = offsets[row / kRows + 1];
+        if (first >= end) return {first, first};
+        const int low = static_cast<int>(entries[first].x), high = static_cast<int>(entries[end - 1].x);
+        return low >= tiles.begin && high < tiles.end ? Range{first, end} : steps_of(row, tiles);
+    }
     __device__ TileEntry entry(int step) const {
         const uint4 x = entries[step];
         return {static_cast<int>(x.x), static_cast<u64>(x.w) << 32 | x.z};

@@ -84,6 +84,7 @@ struct Part {
     // Of listed parts only: which entries of the list are tiles of `tiles`; one of them; what is known where the cursor
     // is.
     __device__ static Range steps_of(int, Range tiles) { return tiles; }
+    __device__ static Range steps_at_once(int, Range tiles) { return tiles; }
     __device__ static TileEntry entry(int step) { return {step, 0}; }
     __device__ static void enter(int, int, u64) {}
 };

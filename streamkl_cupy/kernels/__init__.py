@@ -8,6 +8,7 @@ from typing import Any, Final
 from ..ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION
 from . import (
     attention_combine,
+    attention_fused_sm90,
     attention_gradient_sm80,
     attention_gradient_sm90,
     attention_rows,
@@ -29,6 +30,7 @@ KERNELS: dict[str, tuple[Kernel[Any], ...]] = {
     "fused": (fused_sm90.KERNEL,),
     "attention": (attention_sm90.KERNEL, attention_sm80.KERNEL),
     "attention_gradient": (attention_gradient_sm90.KERNEL, attention_gradient_sm80.KERNEL),
+    "attention_fused": (attention_fused_sm90.KERNEL,),
 }
 """By kind of task, the most capable first; the last forward and gradients run on every supported GPU."""
 

@@ -473,6 +473,7 @@ class AttentionArgs(NamedTuple):
     rows: Struct
     hopper_forward: Struct
     hopper_gradient: Struct
+    hopper_fused: Struct
 
 
 @lru_cache
@@ -520,12 +521,22 @@ def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
         ),
     )
     names = SPARSE_ATTENTION.names
+    hopper_gradient = _with_maps("HopperAttentionGradientArgs", "base", gradient, (*names, "grad"))
+    hopper_fused = Struct(
+        "HopperAttentionFusedArgs",
+        (
+            *hopper_gradient.fields,
+            Field("out_q", TENSOR4, "gradient of queries, where `out` is that of keys"),
+            Field("workspace", "u64"),
+        ),
+    )
     return AttentionArgs(
         forward,
         gradient,
         rows,
         _with_maps("HopperAttentionArgs", "base", forward, names),
-        _with_maps("HopperAttentionGradientArgs", "base", gradient, (*names, "grad")),
+        hopper_gradient,
+        hopper_fused,
     )
 
 
@@ -574,6 +585,16 @@ ATTENTION_ROWS = Regions(
 def attention_copy(row_bytes: int) -> Regions:
     """A compact copy of the upstream gradient; an entry is a row."""
     return Regions("AttentionCopy", (Region("grad", "u32", -(-row_bytes // 4)),), line=LINE)
+
+
+def attention_sums(columns: int, dim: int) -> Regions:
+    """What the one-pass backward of attention adds the gradient of the queries to; an entry is a tile of `columns` of
+    one head."""
+    return Regions(
+        "AttentionSums",
+        (Region("sums", "float", columns * _round_up(dim, 16), "as the accumulators hold them"),),
+        line=LINE,
+    )
 
 
 def partials(warps: int, rows: int, out_dim: int) -> Regions:

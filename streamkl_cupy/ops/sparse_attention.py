@@ -34,7 +34,10 @@ OP = Op(
         Task("attention_gradient", "attention", "k", (("out", "key"),)),
         Task("attention_gradient", "attention", "k", (("out_value", "value"),)),
     ),
-    fused=(Task("attention_gradient", "attention", "k", (("out", "key"), ("out_value", "value"))),),
+    fused=(
+        Task("attention_fused", "attention", "k", (("out_q", "query"), ("out", "key"), ("out_value", "value"))),
+        Task("attention_gradient", "attention", "k", (("out", "key"), ("out_value", "value"))),
+    ),
     max_gradient_dim=256,
     rules=("score", "mask"),
 )

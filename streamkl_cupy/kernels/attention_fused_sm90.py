@@ -1,0 +1,126 @@
+"""All gradients of attention in one pass on Hopper, `kernels/attention_fused_sm90.cu`.
+
+Shared memory of a block, bytes (`sm90.py`), with 64 keys and 64 queries to a tile; a row has chunks(D) + chunks(D_v)
+chunks of 128 bytes, a stage 512 for the statistics of queries, and each of the two warpgroups two buffers for gradients
+of logits and one for 64 rows of the gradient of queries:
+
+    1024 + 64 * row + stages * (64 * row + 512) + 2 * (2 * 8192 + 256 * round_up(D, 16)) + barriers
+
+Registers: a consumer thread holds 64 scores of both products together, which are half of the gradient of queries later,
+and half as many of each other output as that has columns; the producer needs few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .base import MAX_GRID, Box, KernelPlan, TileRow, Work
+from .gpus import DeviceFacts
+from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
+from .structs import ATTENTION_ROWS, Regions, attention_sums, row_tiles
+
+HELPER_THREADS = 128
+"""Of the kernels before and after."""
+GROUPS = 2
+EXCHANGES = 2
+MOST_OUT = 128
+MOST_MASK = 2
+"""Of `Work.mask_level`."""
+
+
+@dataclass(frozen=True)
+class _Row(TileRow):
+    registers: tuple[int, int] = (240, 24)
+    """Of a consumer's thread, and of the producer's."""
+
+    @property
+    def rows(self) -> int:
+        return 64
+
+
+_TABLE = (
+    _Row(8, 1, COLUMNS, 6, 1, 64, "as many tiles under way as fit", max_out=64),
+    _Row(8, 1, COLUMNS, 3, 1, 128, "the same for longer rows", max_out=128),
+)
+
+
+class _Fused(Hopper[_Row]):
+    kind = "attention_fused"
+    args = "hopper_fused"
+
+    def choice(self, work: Work, facts: DeviceFacts) -> tuple[_Row | None, str]:
+        if work.problem.deterministic:
+            return None, "deterministic=True, and one pass adds its sums in no fixed order"
+        return super().choice(work, facts)
+
+    def table(self, work: Work) -> tuple[_Row, ...]:
+        return _TABLE
+
+    def lacks(self, work: Work) -> str:
+        if work.problem.operand("value").dim % 8:
+            return "columns of values must be a multiple of 8"
+        if max(work.dim, work.out_dim) > MOST_OUT:
+            return f"registers hold gradients of at most {MOST_OUT} columns"
+        if work.side.dtype == "float16":
+            return "gradients of queries are sums in float16's range"
+        if work.mask_level > MOST_MASK:
+            return "gradients leave no registers for masks with several holes"
+        if _entries(work) > MAX_GRID:
+            return f"{_entries(work)} blocks before and after exceed the grid limit of {MAX_GRID}"
+        return ""
+
+    def smem_bytes(self, work: Work, tile: _Row) -> int:
+        row = 128 * (chunks(work.side.dim) + chunks(work.problem.operand("value").dim))
+        exchanged = EXCHANGES * tile.rows * tile.columns * 2
+        return (
+            ALIGNMENT
+            + row * tile.rows
+            + tile.stages * tile.columns * (row + 8)
+            + GROUPS * (exchanged + _sums(work).sizes(1)["sums"])
+            + 8 * (2 * tile.stages + 1)
+        )
+
+    def constants(self, work: Work, tile: _Row) -> dict[str, int]:
+        consumer, producer = tile.registers
+        return {
+            **super().constants(work, tile),
+            "SKL_GRADIENT_OF_SCORES": 1,
+            "SKL_GRADIENT_OF_VALUES": 1,
+            "SKL_TURNS": 1,
+            "SKL_HELPER_THREADS": HELPER_THREADS,
+            "SKL_CONSUMER_REGISTERS": consumer,
+            "SKL_PRODUCER_REGISTERS": producer,
+        }
+
+    def boxes(self, work: Work, tile: _Row) -> tuple[Box, ...]:
+        """The operands, and the upstream gradient, which goes with the queries."""
+        return (*super().boxes(work, tile), Box("grad", tile.columns))
+
+    def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
+        return ATTENTION_ROWS, _sums(work)
+
+    def plans(self, work: Work, tile: _Row, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
+        """What clears the sums of the gradient of the queries, the pass, and what makes them that gradient."""
+        main = self.plan(work, tile, facts, reason)
+
+        def helper(does: str) -> KernelPlan:
+            symbol = f"{main.symbol}_{does}"
+            return replace(main, symbol=symbol, smem_bytes=0, blocks=_entries(work), threads=HELPER_THREADS)
+
+        return helper("prepare"), main, helper("finish")
+
+    def workspace_bytes(self, work: Work, tile: _Row) -> int:
+        return _sums(work).bytes(_entries(work))
+
+
+def _sums(work: Work) -> Regions:
+    return attention_sums(COLUMNS, work.side.dim)
+
+
+def _entries(work: Work) -> int:
+    """Tiles of queries in all, which are also the blocks of the kernels before and after."""
+    problem = work.problem
+    return problem.batch * problem.heads * row_tiles(problem.queries, COLUMNS, problem.sequences)
+
+
+KERNEL = _Fused()
