@@ -2,7 +2,9 @@
 
 Patterns are `patterns.sharded` of so many local blocks up to the row and one in a stride before them, causal. Each is
 run by this package, forward and backward, beside this package without a pattern and torch's dense attention (cuDNN's on
-a GPU), and FlexAttention with the same blocks where it is asked for. Efficiency is the dense time over ours, divided by
+a GPU). Two peers run the same pattern where they are asked for: FlexAttention, whose mask is made in blocks of at least
+128 tokens, and timed in a pass of its own; and the Triton kernels of the paper's authors, if their package is
+installed, which choose among their configurations at the first call. Efficiency is the dense time over ours, divided by
 the reduction: pairs of the dense causal matrix over pairs that the pattern shows. 1 is a kernel as fast per pair as the
 dense one. With --decode, one row of each of several sequences against a long cache.
 """
@@ -13,12 +15,12 @@ import argparse
 import csv
 import datetime
 import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .. import frameworks, patterns
 from ..attention import sparse_attention_backward, sparse_attention_forward
@@ -31,6 +33,8 @@ COLUMNS = (
     *("ms", "p20", "p80", "samples", "extra_bytes", "efficiency", "status", "card", "torch", "date"),
 )
 DENSE = {"cuda": "cudnn", "cpu": "torch"}
+FLEX_BLOCK = 128
+"""Tokens of the least block for which FlexAttention has kernels of this head dim."""
 SIZES = {"cuda": (16384, 65536), "cpu": (1024,)}
 
 
@@ -55,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dense-heads", type=whole(0, 65536), default=0, metavar="N", help="last heads that see all (%(default)s)"
     )
     group.add_argument("--flex", action="store_true", help="FlexAttention too, compiled for each pattern")
+    group.add_argument("--dkernel", action="store_true", help="the Triton kernels of the package dkernel too")
     group.add_argument("--decode", action="store_true", help="one row for each batch entry, forward only")
 
 
@@ -70,6 +75,7 @@ class Shape(NamedTuple):
     dense_heads: int
     decode: bool
     flex: bool
+    dkernel: bool
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     heads = options.heads or 16
     shape = Shape(
         device, options.batch, heads, options.key_heads or heads, options.dims[0][0] if options.dims else 128,
-        options.block, options.dense_heads, options.decode, options.flex,
+        options.block, options.dense_heads, options.decode, options.flex, options.dkernel,
     )  # fmt: skip
     base = results(options.out, options.name)
     known = {
@@ -103,6 +109,9 @@ def run(options: argparse.Namespace) -> int:
             )
             for (peer, name), outcome in zip(variants, outcomes, strict=True):
                 found.append({**row_of(bench, peer, name, outcome, dense), **known})
+                print(line(found[-1]), flush=True)
+            if bench.mask_ms is not None:
+                found.append({**row_of(bench, "flex", "mask", Outcome(), dense), **known, "ms": bench.mask_ms})
                 print(line(found[-1]), flush=True)
             write(Path(f"{base}.csv"), found)
         if device == "cuda":
@@ -172,6 +181,7 @@ class Bench:
         self.grad = fresh(s.heads, case.rows)
         self.pattern = case.pattern()
         every = s.heads * (case.n if s.decode else case.n * (case.n + 1) // 2)
+        self.mask_ms: float | None = None
         self.reduction = 1.0 if self.pattern is None else every / max(pairs(self.pattern), 1)
 
     def variants(self) -> dict[tuple[str, str], Callable[[int], Any]]:
@@ -181,9 +191,11 @@ class Bench:
         found = {("streamkl", name): self.ours(name) for name in passes}
         if self.pattern is None:
             found |= {(DENSE[s.device], name): self.peer(name, self.dense) for name in passes}
-        elif s.flex:
-            attend = self.flex(self.pattern)
-            found |= {("flex", name): self.peer(name, attend) for name in passes}
+            return found
+        peers = [(name, make) for name, make in (("flex", self.flex), ("dkernel", self.dkernel)) if getattr(s, name)]
+        for peer, make in peers:
+            attend = make(self.pattern)
+            found |= {(peer, name): self.peer(name, attend) for name in passes}
         return found
 
     def ours(self, name: str) -> Callable[[int], Any]:
@@ -221,22 +233,51 @@ class Bench:
             )
 
     def flex(self, pattern: BlockPattern) -> Callable[..., Any]:
-        """Compiled, its mask made of the pattern's blocks once."""
+        """Compiled, its mask made once, of whole blocks and of those in which each pair is asked."""
         flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
-        torch, shape = self.torch, self.case.shape
-        listed, diagonal = pattern.dense(), np.arange(pattern.grid.row_blocks)
-        cut = listed & (np.arange(listed.shape[2]) >= diagonal[:, None])
+        torch, case = self.torch, self.case
+        listed = torch.from_numpy(pattern.dense()).to(case.shape.device)
+        heads, (block, wide) = len(listed), (pattern.query_block, max(pattern.query_block, FLEX_BLOCK))
+        start = time.perf_counter()
+        diagonal = case.n - case.rows
+        rows, keys = (torch.arange(count, device=listed.device) * block for count in listed.shape[1:])
+        shown = listed & (rows[:, None] + block - 1 + diagonal >= keys)
+        whole = listed & (rows[:, None] + diagonal >= keys + block - 1)
+        size = wide // block
 
-        def lists(blocks: NDArray[np.bool_]) -> list[Any]:
-            counts, order = blocks.sum(-1), np.argsort(~blocks, axis=-1, kind="stable")
-            return [torch.from_numpy(a.astype(np.int32))[None].to(shape.device) for a in (counts, order)]
+        def joined(blocks: Any, beyond: bool) -> Any:
+            """By wide blocks, of which some reach beyond the pattern: (heads, rows, keys, blocks of one)."""
+            ends = [x for n in reversed(blocks.shape[1:]) for x in (0, -n % size)]
+            full = torch.nn.functional.pad(blocks, ends, value=beyond)
+            _, down, across = (x // size for x in full.shape)
+            return full.view(heads, down, size, across, size).transpose(2, 3).flatten(3)
+
+        some, every = joined(shown, False).any(-1), joined(whole, True).all(-1)
+
+        def lists(blocks: Any) -> tuple[Any, Any]:
+            order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+            return blocks.sum(-1, dtype=torch.int32)[None], order.to(torch.int32)[None]
+
+        def visible(_: Any, h: Any, i: Any, j: Any) -> Any:
+            return listed[h % heads, i // block, j // block] & (i + diagonal >= j)
 
         mask = flex.BlockMask.from_kv_blocks(
-            *lists(cut), *lists(listed & ~cut), BLOCK_SIZE=pattern.query_block, mask_mod=lambda b, h, i, j: i >= j,
-            seq_lengths=(self.case.rows, self.case.n),
+            *lists(some & ~every), *lists(some & every), BLOCK_SIZE=wide, mask_mod=visible,
+            seq_lengths=(case.rows, case.n),
         )  # fmt: skip
+        if listed.is_cuda:
+            torch.cuda.synchronize()
+        self.mask_ms = 1e3 * (time.perf_counter() - start)
         compiled = torch.compile(flex.flex_attention, dynamic=False)
-        return lambda *x: compiled(*x, block_mask=mask, enable_gqa=shape.heads != shape.key_heads)
+        return lambda *x: compiled(*x, block_mask=mask, enable_gqa=case.shape.heads != case.shape.key_heads)
+
+    def dkernel(self, pattern: BlockPattern) -> Callable[..., Any]:
+        """Of arrays whose key heads are as many as those of queries: equal ones are repeated."""
+        package: Any = importlib.import_module("dkernel")
+        shape, listed = self.case.shape, self.torch.from_numpy(pattern.dense())
+        heads = listed.repeat(shape.heads // len(listed), 1, 1) if len(listed) == 1 else listed
+        attention = package.SparseAttention(pattern.query_block, heads, seq_dim=2).to(shape.device)
+        return lambda *x: attention(*x)
 
 
 def row_of(bench: Bench, peer: str, name: str, outcome: Outcome, dense: dict[str, float]) -> dict[str, Any]:

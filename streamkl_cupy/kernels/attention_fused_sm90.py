@@ -65,6 +65,8 @@ class _Fused(Hopper[_Row]):
             return "gradients of queries are sums in float16's range"
         if work.mask_level > MOST_MASK:
             return "gradients leave no registers for masks with several holes"
+        if work.turned and work.mask_level > 1 and work.problem.mask.blocks is None:
+            return "registers hold no bits of a mask beside logits that are more than products"
         if _entries(work) > MAX_GRID:
             return f"{_entries(work)} blocks before and after exceed the grid limit of {MAX_GRID}"
         return ""
