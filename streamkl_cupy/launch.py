@@ -446,7 +446,8 @@ def _tile_lists(problem: Problem, plan: KernelPlan) -> Lists | None:
     from .kernels.tile_lists import lists_for
 
     by_keys, schedule = plan.task.stationary == "k", plan.schedule
-    return lists_for(pattern, problem.device.index, tile.rows, tile.columns, by_keys, schedule.group, schedule.longest)
+    cut = (schedule.group, schedule.longest, tile.pairs)
+    return lists_for(pattern, problem.device.index, tile.rows, tile.columns, by_keys, *cut)
 
 
 def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> bytes:
@@ -463,11 +464,13 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "head_group": schedule.head_group,
         "splits": schedule.splits,
         "sequences": problem.sequences,
-        "mask": _mask_words(problem, lists)[0],
+        "mask": _mask_words(problem, lists[:3])[0],
         "entries": problem.batch,
         "out_scale": Work(problem, task).side.scale,
         "partial_slots": schedule.partial_slots,
         "heads_together": schedule.heads_together,
+        "units": lists[3] if len(lists) > 3 else 0,
+        "units_alike": int(problem.mask.pattern is not None and problem.mask.pattern.heads == 1),
     }
     for name, side in problem.sides.items():
         # Of the only side there is, without its name.

@@ -8,31 +8,31 @@
 //
 //   sums       [warp][D / 8][lane][4] floats, as the accumulators of the dQ product hold them
 //
-//   block     64 rows of keys and values, resident in shared memory
+//   block     two halves of 64 keys and values each, resident in shared memory: beside a pattern two units of 64 keys
+//             whose lists are like one another, wherever they lie (kernels/gathered.py), else neighbours
 //   producer  one warp; streams tiles of kColumns queries and rows of G through a ring of kStages stages, and their
 //             statistics
-//   consumers two warpgroups, which have the same keys and take the tiles in turns, each on its own: S^T and dP^T in
-//             registers, where they become P^T and X^T, operands A of dV and dK; X^T goes through shared memory too, and
-//             comes back transposed as operand A of dQ, whose registers are those that the scores had. What comes out is
-//             staged in shared memory, and each warp has the copy engine add its rows to the sums. At the end the
-//             warpgroups add up dK and dV
+//   consumers two warpgroups, one for each half: S^T and dP^T in registers, where they become P^T and X^T, operands A of
+//             dV; X^T goes through shared memory, as operand A of dK, and transposed of dQ. That product is of both
+//             halves, and the warpgroups take it in turns, a tile later than all others: nobody waits for the other's
+//             half. Its registers are those that the scores had, and what comes out is added to the sums from there
 //
 //   barrier   arrivals                         waited for by
-//   rows      1 (+ bytes)                      consumers, once
+//   keys      1 (+ bytes)                      consumers, once
 //   full[i]   1 (+ bytes) by the producer      consumers: stage i has arrived
 //   empty[i]  one per consumer warp            the producer: stage i may be overwritten
+//   made[i]   one per consumer warp            whose turn dQ is: X^T of both halves is in buffer i
+//   taken[i]  one per warp of whose turn it is consumers: buffer i may be overwritten
 //
-// X^T has two buffers: a warp that writes one has passed a barrier behind which nobody reads it.
-//
-// G is a copy that attention_rows.cu has made. Queries that none of the block's keys sees are cleared in tiles that are
-// not full, and keys that no query at all sees where they hold no numbers: 0 times what such memory holds need not be 0.
+// G is a copy that attention_rows.cu has made. Of queries in tiles that are not full, and of keys, those are cleared that
+// hold no numbers and that nobody sees: 0 times what such memory holds need not be 0.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
 #include "common/sizes.cuh"
 #include "pipeline/barriers.cuh"
 #include "pipeline/ring.cuh"
-#include "ptx/bulk.cuh"
+#include "ptx/global.cuh"
 #include "ptx/registers.cuh"
 #include "tile/schedule.cuh"
 #include "tile/swizzled.cuh"
@@ -47,24 +47,24 @@ using Valued = SwizzledTile<SKL_A_ELEMENT, SKL_VALUE_DIM>;
 constexpr int kGroups = kWarps / 4;
 constexpr int kRowBytes = Scored::bytes(kRows) + Valued::bytes(kRows);
 constexpr int kStageBytes = Scored::bytes(kColumns) + Valued::bytes(kColumns);
-constexpr int kVectorBytes = 4 * kVectors * kColumns;
+constexpr int kVectorBytes = 4 * kVectors * kColumns + 16;  // statistics of queries, and which they are
+constexpr int kExchanges = SKL_EXCHANGES;
 constexpr int kExchangeBytes = kRows * kColumns * E::kBytes;  // X^T of a tile
 constexpr int kWarpSums = 128 * kOutTiles;                    // floats of dQ that a warp makes of a tile
-constexpr int kStagingBytes = 4 * 4 * kWarpSums;              // of a warpgroup
-constexpr int kExchanges = 2;
-constexpr int kBarrierBytes = 8 * (2 * kStages + 1);
+constexpr int kBarrierBytes = 8 * (2 * kStages + 2 * kExchanges + 1) + 4 * kExchanges;
 constexpr int kHelperThreads = SKL_HELPER_THREADS;
 
-static_assert(kTurns && kGroups == 2 && kRows == 64 && kColumns == 64 && !kRowsAreQueries, "plan: 64 keys, in turns");
+static_assert(kGroups == 2 && kRows == 128 && kColumns == 64 && !kRowsAreQueries, "plan: two halves of 64 keys");
 static_assert(kScored && kValues, "plan: all gradients");
-static_assert(1024 + kRowBytes + kStages * (kStageBytes + kVectorBytes) +
-                      kGroups * (kExchanges * kExchangeBytes + kStagingBytes) + kBarrierBytes ==
+static_assert(1024 + kRowBytes + kStages * (kStageBytes + kVectorBytes) + kExchanges * kExchangeBytes + kBarrierBytes ==
                   SKL_SMEM_BYTES,
               "plan: smem_bytes");
 static_assert(AttentionSums::kSums == 4 * kWarpSums, "plan: workspace");
 
 // Beside a pattern, blocks side by side should stream the same rows: causal lists have the end in common.
 using Walk = Cursor<Mask, Mask::kListed ? -1 : 1>;
+
+__device__ inline int& shared_int(u32 address) { return *reinterpret_cast<int*>(__cvta_shared_to_generic(address)); }
 
 // Shared memory of a block.
 struct Layout {
@@ -73,27 +73,116 @@ struct Layout {
     __device__ u32 values() const { return base + Scored::bytes(kRows); }
     __device__ u32 queries(int slot) const { return base + kRowBytes + slot * kStageBytes; }
     __device__ u32 grads(int slot) const { return queries(slot) + Scored::bytes(kColumns); }
-    __device__ u32 exchange(int group) const { return queries(kStages) + group * kExchanges * kExchangeBytes; }
-    __device__ u32 staging(int group) const { return exchange(kGroups) + group * kStagingBytes; }
-    __device__ u32 vectors(int slot) const { return staging(kGroups) + slot * kVectorBytes; }
+    __device__ u32 exchange(int buffer) const { return queries(kStages) + buffer * kExchangeBytes; }
+    __device__ u32 vectors(int slot) const { return exchange(kExchanges) + slot * kVectorBytes; }
+    __device__ u32 step(int slot) const { return vectors(slot + 1) - 16; }
     __device__ u32 full(int slot) const { return vectors(kStages) + 8 * slot; }
     __device__ u32 empty(int slot) const { return full(kStages) + 8 * slot; }
-    __device__ u32 rows_here() const { return empty(kStages); }
+    __device__ u32 made(int buffer) const { return empty(kStages) + 8 * buffer; }
+    __device__ u32 taken(int buffer) const { return made(kExchanges) + 8 * buffer; }
+    __device__ u32 keys_here() const { return taken(kExchanges); }
+    __device__ u32 entry(int buffer) const { return keys_here() + 8 + 4 * buffer; }  // of the sums, of X^T in it
+
+    // One thread, before anybody uses a barrier.
+    __device__ void init() const {
+        for (int i = 0; i < kStages; ++i) {
+            mbarrier_init(full(i), 1);
+            mbarrier_init(empty(i), kWarps * kArrivals);
+        }
+        for (int i = 0; i < kExchanges; ++i) {
+            mbarrier_init(made(i), kWarps * kArrivals);
+            mbarrier_init(taken(i), 4 * kArrivals);
+        }
+        mbarrier_init(keys_here(), 1);
+        mbarrier_publish();
+    }
 };
 
-// Where the sums of a tile of queries lie, in a workspace with an entry for each.
-struct Sums : AttentionSums {
-    int heads, tiles;
-    __device__ Sums(u64 workspace, const Extents& n)
-        : heads(n.heads), tiles(row_tiles(n.queries, kColumns, n.sequences)) {
-        locate(workspace, static_cast<i64>(n.batch) * heads * tiles);
+// The keys of a block, which its tile of lists knows as one after the other.
+struct Halves {
+    Block block;
+    Segment segment;
+    int first[kGroups];
+    __device__ Halves(const HopperAttentionFusedArgs& all) {
+        const Extents& n = all.base.n;
+        const int key_heads = n.heads / n.group;
+        block = block_of(blockIdx.x, n, key_heads, n.batch * key_heads, false);
+        segment = Mask::locate(n, block.head * n.group, block);
+        int2 unit = make_int2(kGroups * block.tile, kGroups * block.tile + 1);
+        if (all.units != 0)
+            unit = reinterpret_cast<const int2*>(
+                all.units)[static_cast<i64>(all.units_alike ? 0 : block.head) * n.tiles + block.tile];
+        first[0] = 64 * unit.x;
+        first[1] = 64 * unit.y;
     }
-    // Of the segment's first tile.
-    __device__ float* of(int b, int h, const Segment& segment) const {
-        return sums + (static_cast<i64>(b * heads + h) * tiles + segment.first_query / kColumns + segment.sequence) *
-                          AttentionSums::kSums;
+    __device__ Range half(int i) const {
+        const int begin = i == 0 ? first[0] : first[1];
+        return {begin, min(begin + 64, segment.keys)};
+    }
+    // Of all queries that may see one of them.
+    __device__ Range queries(const Mask& mask) const {
+        Range found{0, 0};
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) {
+            const Range keys = half(i);
+            if (keys.empty()) continue;
+            const Range more = mask.queries_of(keys.begin, keys.end);
+            if (!more.empty())
+                found = found.empty() ? more : Range{min(found.begin, more.begin), max(found.end, more.end)};
+        }
+        return found;
+    }
+    // Where half i begins for a list, whose tile has it in its place.
+    __device__ int listed(int i) const { return half(i).begin - 64 * i; }
+    __device__ Walk walk(const Mask& mask, Range queries) const {
+        return Walk(mask, {first[0], min(first[0] + kRows, segment.keys)},
+                    mask.steps_at_once(block.tile * kRows, covering(queries, kColumns)));
     }
 };
+
+// A tile of queries, as the producer found it.
+struct Step {
+    int tile;   // negative: no more
+    int entry;  // of the sums
+    u64 bits;   // of a list
+};
+// Which pairs of a lane are visible, a bit for each, found while registers are free: number 4 c + e of element e of the
+// tile of 8 columns c. Stands for a walk whose pairs count from the lane's first.
+struct Visible {
+    struct {
+        u32 bits;
+        __device__ bool visible(int query, int key) const {
+            return bits >> (query / 8 * 4 + Accumulators::element(key / 8, query % 8)) & 1;
+        }
+    } mask = {0};
+    __device__ void find(const Mask& of, int first_query, int first_key) {
+        const int query = first_query + Accumulators::first_column(lane_id());
+#pragma unroll 1
+        for (int i = 0; i < 4 * kTiles; ++i) {
+            const int e = i % 4, q = query + i / 4 * 8 + Accumulators::column(e),
+                      k = first_key + Accumulators::below(Accumulators::row(e));
+            mask.bits |= static_cast<u32>(of.visible(q, k)) << i;
+        }
+    }
+    __device__ int row() const { return -Accumulators::first_column(lane_id()); }
+};
+
+// Whether any key of the block sees a query: a rare question.
+__device__ inline bool query_seen(const HopperAttentionFusedArgs& all, Mask mask, const Step& at, int query) {
+    const Halves halves(all);
+    for (int i = 0; i < kGroups && query < halves.segment.queries; ++i) {
+        const Range keys = halves.half(i);
+        mask.enter(halves.listed(i), at.tile * kColumns, at.bits);
+        if (!keys.empty() && mask.query_seen(keys.begin, keys.end, query)) return true;
+    }
+    return false;
+}
+
+// Tiles of queries of a head, and the first of a segment's, among the entries of the workspace.
+__device__ inline int head_entries(const Extents& n) { return row_tiles(n.queries, kColumns, n.sequences); }
+__device__ inline int entry_of(const Extents& n, int batch, int head, const Segment& segment) {
+    return (batch * n.heads + head) * head_entries(n) + segment.first_query / kColumns + segment.sequence;
+}
 
 // Issues out += a * streamed tile.
 template <class Side, int TILES>
@@ -109,107 +198,62 @@ __device__ inline void multiply_keys(float (&out)[kOutTiles][4], u64 exchange, u
         wgmma<Scored::kHalf, 0, 1>(out, exchange + (32 * k >> 4), queries + (k * 2048 >> 4), 1);
 }
 
-// Issues dq = X * keys, of X^T in shared memory.
+// Issues dq = X * keys, of X^T of both halves.
 __device__ inline void multiply_queries(float (&dq)[kOutTiles][4], u64 exchange, u64 keys) {
 #pragma unroll
     for (int k = 0; k < kRows / 16; ++k)
         wgmma<Scored::kHalf, 1, 1>(dq, exchange + (k * 2048 >> 4), keys + (k * 2048 >> 4), k > 0);
 }
 
-// What a thread of the second warpgroup leaves for the one of the first that has the same elements.
-constexpr int kSumsLeft = 4 * (kOutTiles + kValueTiles);
-static_assert(kStages * kStageBytes >= 4 * 128 * kSumsLeft, "plan: stages hold the sums of a warpgroup");
-
-// Adds up dK and dV of both warpgroups, in the memory of the stages, which all are done with then. True for the one that
-// has the total.
-__device__ inline bool add_up(u32 memory, Strip<kOutTiles>& out, Strip<kValueTiles>& out_values, int group) {
-    float4* const place = reinterpret_cast<float4*>(__cvta_shared_to_generic(memory)) + (threadIdx.x & 127);
-    barrier_sync(kTurn, kThreads);
-    if (group == 1) {
-#pragma unroll
-        for (int d = 0; d < kOutTiles + kValueTiles; ++d) {
-            const float (&x)[4] = d < kOutTiles ? out[0][d] : out_values[0][d - kOutTiles];
-            place[128 * d] = make_float4(x[0], x[1], x[2], x[3]);
+// Whether any query of the block's heads sees a key of half i: a rare question.
+__device__ inline bool key_seen(const HopperAttentionFusedArgs& all, const Halves& halves, int i, int key) {
+    const AttentionGradientArgs& args = all.base;
+    if (key >= halves.segment.keys) return false;
+    for (int head = halves.block.head * args.n.group; head < (halves.block.head + 1) * args.n.group; ++head) {
+        const Mask mask(args.n, halves.segment, halves.block.batch, head);
+        const RowVectors vectors(args, halves.block.batch, head, halves.segment);
+        const Range all_tiles{0, ceil_div(halves.segment.queries, kColumns)},
+            steps = Mask::kListed ? mask.steps_at_once(halves.block.tile * kRows, all_tiles) : all_tiles;
+        for (int step = steps.begin; step < steps.end; ++step) {
+            const TileEntry entry = mask.entry(step);
+            Mask here = mask;
+            here.enter(halves.listed(i), entry.tile * kColumns, entry.bits);
+            for (int q = entry.tile * kColumns; q < entry.tile * kColumns + kColumns; ++q)
+                if (here.visible(q, key) && vectors.lse[q] != infinity()) return true;
         }
     }
-    barrier_sync(kTurn, kThreads);
-    if (group == 1) return false;
-#pragma unroll
-    for (int d = 0; d < kOutTiles + kValueTiles; ++d) {
-        float (&x)[4] = d < kOutTiles ? out[0][d] : out_values[0][d - kOutTiles];
-        const float4 y = place[128 * d];
-        x[0] += y.x;
-        x[1] += y.y;
-        x[2] += y.z;
-        x[3] += y.w;
-    }
-    return true;
+    return false;
 }
 
-// Clears keys that hold an infinity or a NaN and that no query of the block's heads sees: a rare thing, so that it may
-// take long. All consumers; each looks at half of a row.
-__device__ inline void clear_unseen_keys(const Layout& lay, const AttentionGradientArgs& args, const Block& block,
-                                         const Segment& segment, Range keys, Range heads) {
-    constexpr u32 exponent = E::kNarrowExponent ? 0x7c007c00u : 0x7f807f80u,
-                  one = E::kNarrowExponent ? 0x04000400u : 0x00800080u;
-    const auto broken = [](float x) { return (__float_as_uint(x) & exponent) + one & 0x80008000u; };
-    const int r = threadIdx.x / 4, part = threadIdx.x % 4;
-    u32 bad = 0;
-#pragma unroll
-    for (int c = 0; c < Scored::kChunks; ++c)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float4 x = shared_float4(lay.keys() + (c * kRows + r) * 128 + 16 * (2 * part + i));
-            bad |= broken(x.x) | broken(x.y) | broken(x.z) | broken(x.w);
-        }
-    bad = __ballot_sync(~0u, bad != 0) >> (lane_id() & 28) & 15;
-    // Rows differ within a warp, and lists are searched by whole ones: one row after the other.
-    for (int i = 0; i < 8; ++i) {
-        if (__shfl_sync(~0u, bad, 4 * i) == 0) continue;
-        const int key = keys.begin + 8 * (static_cast<int>(threadIdx.x) / 32) + i;
-        bool seen = false;
-        for (int head = heads.begin; head < heads.end && key < keys.end; ++head) {
-            const Mask mask(args.n, segment, block.batch, head);
-            const Range queries = mask.queries_of(key, key + 1);
-            const RowVectors vectors(args, block.batch, head, segment);
-            for (Walk walk(mask, keys, mask.steps_at_once(keys.begin, covering(queries, kColumns))); walk.more();
-                 walk.next())
-                for (int j = lane_id(); j < kColumns; j += 32) {
-                    const int q = walk.row() + j;
-                    seen = seen || (walk.mask.visible(q, key) && vectors.lse[q] != infinity());
-                }
-        }
-        if (__any_sync(~0u, seen)) continue;
-        const float zeros[4] = {0.f, 0.f, 0.f, 0.f};
-        for (int piece = lane_id(); piece < 8 * Scored::kChunks; piece += 32)
-            store_float4(
-                lay.keys() + (piece / 8 * kRows + 8 * (static_cast<int>(threadIdx.x) / 32) + i) * 128 + piece % 8 * 16,
-                zeros);
-    }
-    async_fence();
-    barrier_sync(kTurn, kThreads);
+__device__ inline void put_step(u32 to, const Step& step) {
+    *reinterpret_cast<Step*>(__cvta_shared_to_generic(to)) = step;
 }
 
 // Streams the queries of a block's heads.
-__device__ inline void produce(const HopperAttentionFusedArgs& all, const Layout& lay, const Block& block,
-                               const Segment& segment, Range rows, Range heads) {
+__device__ inline void produce(const HopperAttentionFusedArgs& all, const Layout& lay, const Halves& halves) {
     const AttentionGradientArgs& args = all.base;
     const Extents& n = args.n;
-    const int lane = lane_id(), key_head = heads.begin / n.group;
+    const Block& block = halves.block;
+    const Segment& segment = halves.segment;
+    const int lane = lane_id();
     RingCursor<kStages> at;
     if (lane == 0) {
-        mbarrier_expect(lay.rows_here(), kRowBytes);
-        const int first = segment.first_key + rows.begin;
-        load_chunks<kRows>(lay.keys(), all.key, lay.rows_here(), 0, Scored::kChunks, first, key_head, block.batch);
-        load_chunks<kRows>(lay.values(), all.value, lay.rows_here(), 0, Valued::kChunks, first, key_head, block.batch);
+        mbarrier_expect(lay.keys_here(), kRowBytes);
+        for (int i = 0; i < kGroups; ++i) {
+            const int first = segment.first_key + halves.first[i], here = i * 64 * 128;
+            load_chunks<kRows>(lay.keys() + here, all.key, lay.keys_here(), 0, Scored::kChunks, first, block.head,
+                               block.batch);
+            load_chunks<kRows>(lay.values() + here, all.value, lay.keys_here(), 0, Valued::kChunks, first, block.head,
+                               block.batch);
+        }
     }
     __syncwarp();
-    for (int head = heads.begin; head < heads.end; ++head) {
+    for (int head = block.head * n.group; head < (block.head + 1) * n.group; ++head) {
         const Mask mask(n, segment, block.batch, head);
-        const Range queries = mask.queries_of(rows.begin, rows.end);
+        const Range queries = halves.queries(mask);
         const RowVectors vectors(args, block.batch, head, segment);
-        for (Walk walk(mask, rows, mask.steps_at_once(rows.begin, covering(queries, kColumns))); walk.more();
-             walk.next()) {
+        const int entries = entry_of(n, block.batch, head, segment);
+        for (Walk walk = halves.walk(mask, queries); walk.more(); walk.next()) {
             const int first = walk.row();
             Row stats[kColumns / 32];
 #pragma unroll
@@ -225,6 +269,7 @@ __device__ inline void produce(const HopperAttentionFusedArgs& all, const Layout
                 to[lane + 32 * i] = stats[i].lse;
                 to[kColumns + lane + 32 * i] = stats[i].delta;
             }
+            if (lane == 0) put_step(lay.step(at.slot), {walk.tile(), entries + walk.tile(), walk.here.bits});
             __syncwarp();
             if (lane == 0) {
                 const int from = segment.first_query + first;
@@ -238,6 +283,11 @@ __device__ inline void produce(const HopperAttentionFusedArgs& all, const Layout
             at.advance();
         }
     }
+    warp_wait(lay.empty(at.slot), at.parity ^ 1);
+    if (lane == 0) {
+        put_step(lay.step(at.slot), {-1, 0, 0});
+        mbarrier_expect(lay.full(at.slot), 0);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
@@ -245,72 +295,93 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     extern __shared__ unsigned char shared[];
     const AttentionGradientArgs& args = all.base;
     const Extents& n = args.n;
-    const int out_heads = n.heads / n.group;
-    Block block = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, false);
-    const Range heads{block.head * n.group, (block.head + 1) * n.group};
-    const Segment segment = Mask::locate(n, heads.begin, block);
-    const Range rows{block.tile * kRows, min(block.tile * kRows + kRows, segment.keys)};
-    if (Mask::kRagged && rows.empty()) return;
+    const Halves halves(all);
+    const Block& block = halves.block;
+    const Segment& segment = halves.segment;
+    if (Mask::kRagged && block.tile * kRows >= segment.keys) return;
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform
     // registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
     const Layout lay{(static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(lay.full(i), 1);
-            mbarrier_init(lay.empty(i), kWarps * kArrivals);
-        }
-        mbarrier_init(lay.rows_here(), 1);
-        mbarrier_publish();
-    }
+    if (threadIdx.x == 0) lay.init();
     __syncthreads();
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();
-        if (threadIdx.x < kThreads + 32) produce(all, lay, block, segment, rows, heads);
+        if (threadIdx.x < kThreads + 32) produce(all, lay, halves);
         return;
     }
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
     const int lane = lane_id(), warp = (threadIdx.x / 32) & 3;
-    const int row = rows.begin + 16 * warp + Accumulators::first_row(lane);
-    RingCursor<kStages> at;
+    const int first_key = halves.half(group).begin, row = first_key + 16 * warp + Accumulators::first_row(lane);
     Strip<kOutTiles> out;
     Strip<kValueTiles> out_values;
     clear<kOutTiles>(out);
     clear<kValueTiles>(out_values);
     Row stats[kLaneRows];  // of stationary queries, which there are none of
 
-    const u64 keys = swizzled_descriptor(lay.keys()), values = swizzled_descriptor(lay.values()),
+    const u64 keys = swizzled_descriptor(lay.keys() + group * 64 * 128),
+              values = swizzled_descriptor(lay.values() + group * 64 * 128),
               keys_out = swizzled_descriptor(lay.keys(), kRows * 128);
     const u64 queries = swizzled_descriptor(lay.queries(0)), grads = swizzled_descriptor(lay.grads(0));
     const u64 queries_out = swizzled_descriptor(lay.queries(0), kColumns * 128),
               grads_out = swizzled_descriptor(lay.grads(0), kColumns * 128);
-    const u64 exchange = swizzled_descriptor(lay.exchange(group));
-    const u32 exchange_to = fragment_address(lay.exchange(group), 16 * warp, lane);
-    const u32 staging = lay.staging(group) + warp * 4 * kWarpSums;
+    const u64 exchange = swizzled_descriptor(lay.exchange(0));
+    const u32 exchange_to = fragment_address(lay.exchange(0), 64 * group + 16 * warp, lane);
     const auto stage = [](u64 first, int slot) { return first + static_cast<u64>(slot * (kStageBytes >> 4)); };
-    mbarrier_wait(lay.rows_here(), 0);
-    clear_unseen_keys(lay, args, block, segment, rows, heads);
-    int turn = 0, buffer = 0;
+    const auto buffer = [](u64 first, int slot) { return first + static_cast<u64>(slot * (kExchangeBytes >> 4)); };
+    mbarrier_wait(lay.keys_here(), 0);
+    clear_unseen<Scored, 64>(lay.keys() + group * 64 * 128, kRows, kWarpgroup + group,
+                             [&](int r) { return key_seen(all, halves, group, first_key + r); });
+    barrier_sync(kTurn, kThreads);
+    // Of a list a mask knows what the producer tells.
+    Mask mask(n, segment, block.batch, block.head * n.group);
+    u32 count = 0;  // of tiles
+
+    // dQ of the last tile, added to its sums, where it is the warpgroup's turn.
+    using Part = float[kOutTiles][4];
+    const auto issue_queries = [&](Part& dq) {
+        const u32 of_last = count - 1;
+        mbarrier_wait(lay.made(of_last % kExchanges), of_last / kExchanges & 1);
+        wgmma_fence();
+        multiply_queries(dq, buffer(exchange, of_last % kExchanges), keys_out);
+        wgmma_commit();
+    };
+    const auto add_queries = [&](Part& dq) {
+        fence_accumulators(dq);
+        const u32 of_last = (count - 1) % kExchanges;
+        const int entry = shared_int(lay.entry(of_last));
+        __syncwarp();
+        warp_arrive(lay.taken(of_last));
+        float* const sums = reinterpret_cast<float*>(all.workspace) + static_cast<i64>(entry) * AttentionSums::kSums +
+                            warp * kWarpSums + lane * 4;
+#pragma unroll
+        for (int i = 0; i < kOutTiles; ++i) global_add(sums + i * 128, dq[i]);
+    };
 
 #pragma unroll 1
-    for (int head = heads.begin; head < heads.end; ++head) {
-        const Mask mask(n, segment, block.batch, head);
-        const Range seen = mask.queries_of(rows.begin, rows.end);
-        float* const sums = Sums(all.workspace, n).of(block.batch, head, segment) + warp * kWarpSums;
-        for (Walk walk(mask, rows, mask.steps_at_once(rows.begin, covering(seen, kColumns))); walk.more();
-             walk.next()) {
-            const int slot = at.slot;
-            warp_wait(lay.full(slot), at.parity);  // or two arrivals could fall into one phase
-            at.advance();
-            if (turn++ % kGroups != group) {
-                warp_arrive(lay.empty(slot));
-                continue;
+    for (;;) {
+        const int slot = count % kStages;
+        warp_wait(lay.full(slot), count / kStages & 1);  // or two arrivals could fall into one phase
+        const Step step = *reinterpret_cast<const Step*>(__cvta_shared_to_generic(lay.step(slot)));
+        if (step.tile < 0) break;
+        const int query = step.tile * kColumns;
+        mask.enter(first_key - 64 * group, query, step.bits);
+        Range seen{0, 0};
+        if (first_key < segment.keys) seen = mask.queries_of(first_key, min(first_key + 64, segment.keys));
+        seen.intersect({query, query + kColumns});
+        const bool works = !seen.empty() && mask.any_visible(query, query + kColumns, first_key, first_key + 64);
+        StripA<KeyTile::kCode, kTiles> p, x;
+        if (works) {
+            const bool full = mask.full(query, query + kColumns, first_key, first_key + 64);
+            Visible pairs;
+            if (!full) {
+                pairs.find(mask, query, row);
+                clear_unseen<Scored, kColumns>(lay.queries(slot), kColumns, kWarpgroup + group,
+                                               [&](int r) { return query_seen(all, mask, step, query + r); });
             }
-            const bool full = walk.full(rows.begin, rows.end);
-            if (!full) clear_unseen<Scored, kColumns>(lay.queries(slot), walk, seen, kWarpgroup + group);
             Strip<kTiles> t, d;
             wgmma_fence();
             multiply_rows<Scored, kRows, Scored::kChunks>(t[0], keys, stage(queries, slot), 0);
@@ -320,71 +391,65 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
             fence_accumulators(t[0]);
             fence_accumulators(d[0]);
             if (full)
-                logit_gradients<false>(t, d, stats, lay.vectors(slot), walk, row, args.numbers);
+                logit_gradients<false>(t, d, stats, lay.vectors(slot), pairs, 0, args.numbers);
             else
-                logit_gradients<true>(t, d, stats, lay.vectors(slot), walk, row, args.numbers);
-            StripA<KeyTile::kCode, kTiles> p, x;
+                logit_gradients<true>(t, d, stats, lay.vectors(slot), pairs, 0, args.numbers);
             strip_to_a<KeyTile::kCode, kTiles>(p, t);
             strip_to_a<KeyTile::kCode, kTiles>(x, d);
+        } else {
 #pragma unroll
-            for (int k = 0; k < kTiles / 2; ++k) store_fragment(exchange_to + buffer * kExchangeBytes, k, x[k][0].r[0]);
-            async_fence();
+            for (int k = 0; k < 2 * kTiles; ++k) x[k / 4][0].r[0][k % 4] = 0;
+        }
+        const int made = count % kExchanges;
+        mbarrier_wait(lay.taken(made), count / kExchanges & 1 ^ 1);
+#pragma unroll
+        for (int k = 0; k < kTiles / 2; ++k) store_fragment(exchange_to + made * kExchangeBytes, k, x[k][0].r[0]);
+        async_fence();
+        if (works) {
             wgmma_fence();
             multiply_out<Valued>(out_values[0], p, stage(grads_out, slot));
             wgmma_commit();
             barrier_sync(kWarpgroup + group, 128);
-            const u64 exchanged = exchange + static_cast<u64>(buffer * (kExchangeBytes >> 4));
-            multiply_keys(out[0], exchanged, stage(queries_out, slot));
+            multiply_keys(out[0], buffer(exchange, made) + (group * 64 * 128 >> 4), stage(queries_out, slot));
             wgmma_commit();
-            float dq[kOutTiles][4];
-            multiply_queries(dq, exchanged, keys_out);
-            wgmma_commit();
+        }
+        __syncwarp();
+        if (threadIdx.x == 0) shared_int(lay.entry(made)) = shared_int(lay.step(slot) + 4);
+        warp_arrive(lay.made(made));
+        if (count > 0 && count % 2 == group) {
+            Part dq;
             wgmma_wait<1>();
+            fence_accumulators(out_values[0]);
+            issue_queries(dq);
+            wgmma_wait<1>();
+            fence_accumulators(out[0]);
+            warp_arrive(lay.empty(slot));
+            wgmma_wait<0>();
+            add_queries(dq);
+        } else {
+            wgmma_wait<0>();
             fence_accumulators(out_values[0]);
             fence_accumulators(out[0]);
             warp_arrive(lay.empty(slot));
-            buffer ^= 1;
-            if (lane == 0) bulk_wait_read<0>();
-            wgmma_wait<0>();
-            fence_accumulators(dq);
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < kOutTiles; ++i) store_float4(staging + (i * 32 + lane) * 16, dq[i]);
-            async_fence();
-            __syncwarp();
-            if (lane == 0) {
-                bulk_add(sums + static_cast<i64>(walk.tile()) * AttentionSums::kSums, staging, 4 * kWarpSums);
-                bulk_commit();
-            }
         }
+        ++count;
     }
-    const bool total = add_up(lay.queries(0), out, out_values, group);
-    if (lane == 0) bulk_wait();
-    if (!total) return;
+    if (count > 0 && count % 2 == group) {
+        Part dq;
+        issue_queries(dq);
+        wgmma_wait<0>();
+        add_queries(dq);
+    }
     int exponent[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) exponent[i] = 0;
     write_gradients(args, out, out_values, exponent, row);
 }
 
-// The tile of queries that a block of the small kernels has.
-struct Entry {
-    int batch, head, tile;
-    Segment segment;
-    __device__ Entry(const Sums& space, const Extents& n) {
-        const int pair = blockIdx.x / space.tiles;
-        batch = pair / space.heads;
-        head = pair % space.heads;
-        WorkTile whole{static_cast<int>(blockIdx.x % space.tiles), 0, 1, 0, {0, kNoLimit}};
-        segment = Mask::locate<kColumns, true>(n, head, whole);
-        tile = whole.tile;
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     streamkl_attention_fused_prepare(const __grid_constant__ HopperAttentionFusedArgs all) {
-    const Sums space(all.workspace, all.base.n);
-    float4* const sums = reinterpret_cast<float4*>(space.sums + static_cast<i64>(blockIdx.x) * AttentionSums::kSums);
+    float4* const sums =
+        reinterpret_cast<float4*>(all.workspace) + static_cast<i64>(blockIdx.x) * (AttentionSums::kSums / 4);
     for (int i = threadIdx.x; i < AttentionSums::kSums / 4; i += kHelperThreads)
         sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
@@ -395,10 +460,13 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     streamkl_attention_fused_finish(const __grid_constant__ HopperAttentionFusedArgs all) {
     const AttentionGradientArgs& args = all.base;
-    const Sums space(all.workspace, args.n);
-    const Entry at(space, args.n);
-    const float* const sums = space.sums + static_cast<i64>(blockIdx.x) * AttentionSums::kSums;
-    const RowVectors vectors(args, at.batch, at.head, at.segment);
+    const int tiles = head_entries(args.n), pair = blockIdx.x / tiles, batch = pair / args.n.heads,
+              head = pair % args.n.heads;
+    WorkTile tile{static_cast<int>(blockIdx.x) % tiles, 0, 1, 0, {0, kNoLimit}};
+    const Segment segment = Mask::locate<kColumns, true>(args.n, head, tile);
+    const float* const sums =
+        reinterpret_cast<const float*>(all.workspace) + static_cast<i64>(blockIdx.x) * AttentionSums::kSums;
+    const RowVectors vectors(args, batch, head, segment);
     const float factor = Score::factor(args.out_scale);
     constexpr int kParts = KeyTile::kHeadDim / 8;
     for (int i = threadIdx.x; i < 32 * kParts; i += kHelperThreads) {
@@ -408,11 +476,11 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
         const float4 x[4] = {from[0], from[1], from[2], from[3]};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int q = at.tile * kColumns + quad / 8 * 16 + quad % 8 + 8 * half;
-            if (q >= at.segment.queries) continue;
+            const int q = tile.tile * kColumns + quad / 8 * 16 + quad % 8 + 8 * half;
+            if (q >= segment.queries) continue;
             const bool kept = vectors.lse[q] != infinity();
-            const u64 to = all.out_q.pointer + (at.batch * all.out_q.batch + at.head * all.out_q.head +
-                                                (at.segment.first_query + q) * all.out_q.row + 8 * part) *
+            const u64 to = all.out_q.pointer + (batch * all.out_q.batch + head * all.out_q.head +
+                                                (segment.first_query + q) * all.out_q.row + 8 * part) *
                                                    E::kBytes;
             u32 packed[4];
 #pragma unroll

@@ -1,10 +1,10 @@
 """All gradients of attention in one pass on Hopper, `kernels/attention_fused_sm90.cu`.
 
-Shared memory of a block, bytes (`sm90.py`), with 64 keys and 64 queries to a tile; a row has chunks(D) + chunks(D_v)
-chunks of 128 bytes, a stage 512 for the statistics of queries, and each of the two warpgroups two buffers for gradients
-of logits and one for 64 rows of the gradient of queries:
+Shared memory of a block, bytes (`sm90.py`), with 128 keys, or two times 64 beside a pattern (`gathered.py`), and 64
+queries to a tile; a row has chunks(D) + chunks(D_v) chunks of 128 bytes, a stage 528 for statistics of queries and
+which they are, and each of `EXCHANGES` buffers the gradients of a tile's logits:
 
-    1024 + 64 * row + stages * (64 * row + 512) + 2 * (2 * 8192 + 256 * round_up(D, 16)) + barriers
+    1024 + 128 * row + stages * (64 * row + 528) + EXCHANGES * 16384 + barriers
 
 Registers: a consumer thread holds 64 scores of both products together, which are half of the gradient of queries later,
 and half as many of each other output as that has columns; the producer needs few.
@@ -15,14 +15,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .base import MAX_GRID, Box, KernelPlan, TileRow, Work
+from .gathered import gathered
 from .gpus import DeviceFacts
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks
 from .structs import ATTENTION_ROWS, Regions, attention_sums, row_tiles
+from .work_tiles import Schedule, balance
 
 HELPER_THREADS = 128
 """Of the kernels before and after."""
-GROUPS = 2
-EXCHANGES = 2
+EXCHANGES = 3
+"""Buffers for gradients of logits: one that is written, one that is read, and one so that nobody waits."""
+HALF = 64
+"""Keys of a warpgroup, which lie anywhere."""
 MOST_OUT = 128
 MOST_MASK = 2
 """Of `Work.mask_level`."""
@@ -33,14 +37,10 @@ class _Row(TileRow):
     registers: tuple[int, int] = (240, 24)
     """Of a consumer's thread, and of the producer's."""
 
-    @property
-    def rows(self) -> int:
-        return 64
-
 
 _TABLE = (
-    _Row(8, 1, COLUMNS, 6, 1, 64, "as many tiles under way as fit", max_out=64),
-    _Row(8, 1, COLUMNS, 3, 1, 128, "the same for longer rows", max_out=128),
+    _Row(8, 1, COLUMNS, 6, 1, 64, "as many tiles under way as fit", max_out=64, pairs=True),
+    _Row(8, 1, COLUMNS, 3, 1, 128, "the same for longer rows", max_out=128, pairs=True),
 )
 
 
@@ -61,6 +61,8 @@ class _Fused(Hopper[_Row]):
             return "columns of values must be a multiple of 8"
         if max(work.dim, work.out_dim) > MOST_OUT:
             return f"registers hold gradients of at most {MOST_OUT} columns"
+        if work.problem.sequences and work.problem.mask.blocks is not None:
+            return "sequences that are packed have no pairs of units"
         if work.side.dtype == "float16":
             return "gradients of queries are sums in float16's range"
         if work.mask_level > MOST_MASK:
@@ -74,13 +76,8 @@ class _Fused(Hopper[_Row]):
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         row = 128 * (chunks(work.side.dim) + chunks(work.problem.operand("value").dim))
         exchanged = EXCHANGES * tile.rows * tile.columns * 2
-        return (
-            ALIGNMENT
-            + row * tile.rows
-            + tile.stages * tile.columns * (row + 8)
-            + GROUPS * (exchanged + _sums(work).sizes(1)["sums"])
-            + 8 * (2 * tile.stages + 1)
-        )
+        barriers = 8 * (2 * tile.stages + 2 * EXCHANGES + 1) + 4 * EXCHANGES
+        return ALIGNMENT + row * tile.rows + tile.stages * (tile.columns * (row + 8) + 16) + exchanged + barriers
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
         consumer, producer = tile.registers
@@ -88,18 +85,35 @@ class _Fused(Hopper[_Row]):
             **super().constants(work, tile),
             "SKL_GRADIENT_OF_SCORES": 1,
             "SKL_GRADIENT_OF_VALUES": 1,
-            "SKL_TURNS": 1,
+            "SKL_EXCHANGES": EXCHANGES,
             "SKL_HELPER_THREADS": HELPER_THREADS,
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
         }
 
     def boxes(self, work: Work, tile: _Row) -> tuple[Box, ...]:
-        """The operands, and the upstream gradient, which goes with the queries."""
-        return (*super().boxes(work, tile), Box("grad", tile.columns))
+        """The operands, of keys a half at a time, and the upstream gradient, which goes with the queries."""
+        return (*(x._replace(rows=HALF) for x in super().boxes(work, tile)), Box("grad", tile.columns))
 
     def regions(self, work: Work, tile: _Row) -> tuple[Regions, ...]:
         return ATTENTION_ROWS, _sums(work)
+
+    def schedule(self, work: Work, tile: _Row, facts: DeviceFacts) -> Schedule:
+        pattern = work.problem.mask.pattern
+        if pattern is None:
+            return super().schedule(work, tile, facts)
+        lists = gathered(pattern, work.group).lists()
+        _, together = balance(lists, work.pairs, facts.multiprocessors, False)
+        return Schedule(
+            tiles=lists.lengths.shape[1],
+            head_group=min(self.head_group(work, min(together, work.pairs)), max(work.pairs, 1)),
+            group=work.group,
+        )
+
+    def streamed_bytes(self, work: Work) -> int:
+        """Queries and what goes with them, and the sums of their gradient."""
+        value = work.problem.operand("value").dim
+        return super().streamed_bytes(work) + work.problem.queries * (2 * value + 4 * work.side.dim)
 
     def plans(self, work: Work, tile: _Row, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
         """What clears the sums of the gradient of the queries, the pass, and what makes them that gradient."""

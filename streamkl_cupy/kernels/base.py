@@ -209,6 +209,8 @@ class TileRow:
     """Compiled so that several blocks can have one row tile."""
     shared_columns: int = 0
     """Columns then, if sharing needs registers that wider tiles take."""
+    pairs: bool = False
+    """Beside a pattern a block's rows are two units of keys whose lists are alike, wherever they lie."""
 
     @property
     def rows(self) -> int:

@@ -528,6 +528,8 @@ def attention_args_of(numbers: Names = ("scale",)) -> AttentionArgs:
             *hopper_gradient.fields,
             Field("out_q", TENSOR4, "gradient of queries, where `out` is that of keys"),
             Field("workspace", "u64"),
+            Field("units", "u64", "two to a tile of keys, of 64 keys each, by key head; 0: neighbours"),
+            Field("units_alike", "int", "whether all heads have the same"),
         ),
     )
     return AttentionArgs(

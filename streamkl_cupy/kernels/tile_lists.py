@@ -13,6 +13,7 @@ from typing import Any
 from ..compiler.nvrtc import import_cupy
 from ..patterns import BlockPattern
 from ..patterns.pattern import when_gone
+from .gathered import gathered
 from .work_tiles import cut, survey
 
 
@@ -46,21 +47,32 @@ class Lists:
         return not self.captured and all(event.done for event in tuple(self._events.values()))
 
 
-_Key = tuple[int, int, int, bool, int, int]
+_Key = tuple[int, int, int, bool, int, int, bool]
 # By digest, then by GPU, tile and schedule.
 _uploaded: dict[str, dict[_Key, Lists]] = {}
 _left: list[Lists] = []
 
 
 def lists_for(
-    pattern: BlockPattern, device: int, rows: int, columns: int, by_keys: bool, group: int, longest: int
+    pattern: BlockPattern,
+    device: int,
+    rows: int,
+    columns: int,
+    by_keys: bool,
+    group: int,
+    longest: int,
+    pairs: bool = False,
 ) -> Lists:
-    """What kernels with tiles of this shape read, in the memory of the current GPU, which is `device`."""
+    """What kernels with tiles of this shape read, in the memory of the current GPU, which is `device`; with `pairs`, of
+    two units of keys to a tile, which come last."""
     when_gone(_leave)
     _give_back()
-    key = (device, rows, columns, by_keys, group, longest)
+    key = (device, rows, columns, by_keys, group, longest, pairs)
     of_pattern = _uploaded.setdefault(pattern.digest, {})
     found = of_pattern.get(key)
+    if found is None and pairs:
+        units, offsets, entries = made = gathered(pattern, group)
+        found = of_pattern.setdefault(key, Lists(offsets, entries, cut(made.lists(), 0, group).entries, units))
     if found is None:
         work = cut(survey(pattern, rows, columns, by_keys, group), longest, group)
         found = of_pattern.setdefault(key, Lists(*pattern.tile_lists(rows, columns, by_keys), work.entries))
