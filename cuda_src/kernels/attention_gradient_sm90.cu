@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             const Mask mask(n, segment, block.batch, head);
             const Range columns = columns_of(mask);
             const RowVectors vectors(args, block.batch, head, segment);
-            for (Cursor<Mask> walk(mask, rows, mask.steps_at_once(first_row, covering(columns, kColumns))); walk.more();
+            for (Cursor<Mask> walk(mask, rows, mask.steps_of(first_row, covering(columns, kColumns))); walk.more();
                  walk.next()) {
                 const int first = walk.row(), streamed_head = kRowsAreQueries ? key_head : head;
                 constexpr int mine = kVectors > 0 ? kColumns / 32 : 1;
@@ -248,8 +248,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         Range mine{0, 0};
         if (group_row < row_count)
             mine = kRowsAreQueries ? mask.keys_of(group_row, group_end) : mask.queries_of(group_row, group_end);
-        for (Cursor<Mask> walk(mask, rows, mask.steps_at_once(first_row, covering(columns_of(mask), kColumns)));
-             walk.more(); walk.next()) {
+        for (Cursor<Mask> walk(mask, rows, mask.steps_of(first_row, covering(columns_of(mask), kColumns))); walk.more();
+             walk.next()) {
             const int slot = at.slot, first = walk.row();
             warp_wait(lay.full(slot), at.parity);  // or two arrivals could fall into one phase
             at.advance();
