@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from test_packing import LOG2E, Book, needs_compiler, shapes, strides, under
 import streamkl_cupy
 from streamkl_cupy import launch, patterns, planning
 from streamkl_cupy.kernels import KERNELS, structs
+from streamkl_cupy.kernels.gathered import gathered
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.kernels.work_tiles import same_lists
 from streamkl_cupy.ops import SPARSE_ATTENTION
@@ -263,6 +265,65 @@ def test_stationary_keys_beside_a_pattern_are_64() -> None:
     without = make_plan(problem((128, 128)), facts_for_arch("sm_90"))
     tiles = [plan.fused[-1].main.tile for plan in (with_lists, without)]
     assert [tile and (tile.rows, tile.warps) for tile in tiles] == [(64, 8), (128, 8)]
+
+
+@pytest.mark.parametrize(
+    "heads, group, rows, block",
+    [(4, 2, (300, 333), 32), (1, 4, (100, 70), 16), (6, 3, (700, 600), 128), (2, 1, (9, 16), 16)],
+)
+def test_units_of_keys_are_gathered_with_all_that_their_lists_have(
+    heads: int, group: int, rows: tuple[int, int], block: int, rng: np.random.Generator
+) -> None:
+    M, N = rows
+    dense = rng.random((heads, -(-M // block), -(-N // block))) < 0.3
+    made = patterns.from_dense(dense, queries=M, keys=N, block=block)
+    units, offsets, entries = gathered(made, group)
+    count = -(-N // 64)
+    for order in units.reshape(len(units), -1):
+        assert sorted(order)[:count] == list(range(count))
+    subtiles = np.repeat(np.repeat(dense, block // 16, 1), block // 16, 2)[:, : -(-M // 16), : -(-N // 16)]
+    seen = np.zeros_like(subtiles)
+    for head, tile in np.ndindex(heads, units.shape[1]):
+        listed = entries[offsets[head, tile] : offsets[head, tile + 1]]
+        assert (np.diff(listed[:, 0].astype(int)) > 0).all()
+        for row, _, bits, more in listed.tolist():
+            assert more == 0
+            for bit in range(32):
+                half, down, across = bit // 16, bit // 4 % 4, bit % 4
+                at = 4 * row + across, 4 * int(units[0 if len(units) == 1 else head // group, tile, half]) + down
+                if at[0] < seen.shape[1] and at[1] < seen.shape[2] and bits >> bit & 1:
+                    seen[head][at] = True
+    np.testing.assert_array_equal(seen, subtiles)
+    # What the heads of a block have together decides which units go together.
+    together = gathered(made, group).lists().lengths
+    assert together.shape == (heads, units.shape[1])
+
+
+def test_alike_units_are_gathered() -> None:
+    """Stripes with stripes: the lists of a block have little that only one of its units has."""
+    made = patterns.sharded(16, window=448, stride=16, queries=16384, block=64, causal=True)
+    alone = len(made.tile_lists(64, 64, True).entries)
+    neighbours = 2 * len(made.tile_lists(128, 64, True).entries)
+    assert 2 * len(gathered(made, 1).entries) < 1.11 * alone < 1.5 * alone < neighbours
+
+
+def test_all_gradients_in_one_pass_are_planned() -> None:
+    plan = make_plan(problem((128, 128)), facts_for_arch("sm_90"))
+    whole, both = plan.fused
+    assert whole.names == NAMES
+    sums = 4 * 32 * 64 * 64 * 128
+    assert whole.workspace_bytes == sums
+    assert plan.backward_bytes(NAMES) == plan.gradient_start + sums
+    assert "all gradients of the attention: kernels/attention_fused_sm90.cu" in str(plan)
+    assert f"workspace {sums} B" in str(plan)
+    assert [step.kernels[-1].symbol for step in plan.backward_steps(("key", "value"))][1:] == [both.main.symbol]
+    # Without room for the sums, as with equal bits, each of the two passes has its kernel.
+    few = [[kernel.name for kernel in step.kernels] for step in plan.backward_steps(NAMES, plan.gradient_start)]
+    assert few[1:] == [["attention"], ["query"]]
+    equal = make_plan(replace(problem((128, 128)), deterministic=True), facts_for_arch("sm_90"))
+    assert equal.fused == (both,)
+    assert "attention: no pass for all gradients (not sm90: deterministic=True" in str(equal)
+    assert equal.backward_bytes(NAMES) == equal.gradient_start
 
 
 # Results
