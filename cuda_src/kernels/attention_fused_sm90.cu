@@ -24,6 +24,9 @@
 //   made[i]   one per consumer warp            whose turn dQ is: X^T of both halves is in buffer i
 //   taken[i]  one per warp of whose turn it is consumers: buffer i may be overwritten
 //
+// An element type of narrow exponent has X scaled by a power of two for each half. Sums over keys are brought from the first
+// half's to the second's between two products.
+//
 // G is a copy that attention_rows.cu has made. Of queries in tiles that are not full, and of keys, those are cleared that
 // hold no numbers and that nobody sees: 0 times what such memory holds need not be 0.
 #include "common/args.cuh"
@@ -51,8 +54,10 @@ constexpr int kVectorBytes = 4 * kVectors * kColumns + 16;  // statistics of que
 constexpr int kExchanges = SKL_EXCHANGES;
 constexpr int kExchangeBytes = kRows * kColumns * E::kBytes;  // X^T of a tile
 constexpr int kWarpSums = 128 * kOutTiles;                    // floats of dQ that a warp makes of a tile
-constexpr int kBarrierBytes = 8 * (2 * kStages + 2 * kExchanges + 1) + 4 * kExchanges;
+constexpr int kBarrierBytes = 8 * (2 * kStages + 2 * kExchanges + 1) + 4 * (1 + kGroups) * kExchanges + 20 * kGroups;
 constexpr int kHelperThreads = SKL_HELPER_THREADS;
+constexpr bool kNarrow = E::kNarrowExponent;  // gradients of logits are scaled by powers of two
+constexpr int kFirstExponent = 60;            // of these; what is smaller than that makes normal adds nothing
 
 static_assert(kGroups == 2 && kRows == 128 && kColumns == 64 && !kRowsAreQueries, "plan: two halves of 64 keys");
 static_assert(kScored && kValues, "plan: all gradients");
@@ -81,7 +86,10 @@ struct Layout {
     __device__ u32 made(int buffer) const { return empty(kStages) + 8 * buffer; }
     __device__ u32 taken(int buffer) const { return made(kExchanges) + 8 * buffer; }
     __device__ u32 keys_here() const { return taken(kExchanges); }
-    __device__ u32 entry(int buffer) const { return keys_here() + 8 + 4 * buffer; }  // of the sums, of X^T in it
+    // Of X^T in a buffer, the entry of the sums, and the exponent of each half; last what those of the next have.
+    __device__ u32 tops(int group) const { return keys_here() + 8 + 16 * group; }
+    __device__ u32 entry(int buffer) const { return tops(kGroups) + 4 * buffer; }
+    __device__ u32 exponent(int buffer, int group) const { return entry(kExchanges + kGroups * buffer + group); }
 
     // One thread, before anybody uses a barrier.
     __device__ void init() const {
@@ -198,11 +206,42 @@ __device__ inline void multiply_keys(float (&out)[kOutTiles][4], u64 exchange, u
         wgmma<Scored::kHalf, 0, 1>(out, exchange + (32 * k >> 4), queries + (k * 2048 >> 4), 1);
 }
 
-// Issues dq = X * keys, of X^T of both halves.
+// Issues dq = X * keys, of X^T of both halves, or of one after the other.
+template <int FIRST = 0, int END = kRows / 16>
 __device__ inline void multiply_queries(float (&dq)[kOutTiles][4], u64 exchange, u64 keys) {
 #pragma unroll
-    for (int k = 0; k < kRows / 16; ++k)
+    for (int k = FIRST; k < END; ++k)
         wgmma<Scored::kHalf, 1, 1>(dq, exchange + (k * 2048 >> 4), keys + (k * 2048 >> 4), k > 0);
+}
+
+__device__ inline void multiply(float (&x)[kOutTiles][4], int exponent) {
+    const float factor = power_of_two(min(max(exponent, -126), 127));
+#pragma unroll
+    for (int i = 0; i < 4 * kOutTiles; ++i) x[i / 4][i % 4] *= factor;
+}
+
+// Types of narrow exponent: a power of two that brings X of a tile into their range, one for all of a warpgroup's, so that
+// it does for sums over keys and over queries. Where it has to move, the sums over queries move with it.
+__device__ inline void scale(float (&x)[kTiles][4], float (&out)[kOutTiles][4], u32 tops, u32 running, int group) {
+    float top = 0.f;
+    int exponent = shared_int(running);
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) top = fmaxf(top, fabsf(x[i / 4][i % 4]));
+    const u32 of_warp = __reduce_max_sync(~0u, __float_as_uint(top));
+    if (lane_id() == 0) shared_int(tops + 4 * (threadIdx.x / 32 & 3)) = of_warp;
+    barrier_sync(kWarpgroup + group, 128);
+    const float4 all = shared_float4(tops); 
+    top = fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w));
+    if (__any_sync(~0u, top * power_of_two(exponent) > kLargest)) {
+        const int to = max(kTopExponent - exponent_of(top), -126);
+        const float shrink = power_of_two(max(to - exponent, -126));
+        exponent = to;
+        if (threadIdx.x % 128 == 0) shared_int(running) = to;  // which all have read before the barrier
+#pragma unroll
+        for (int i = 0; i < 4 * kOutTiles; ++i) out[i / 4][i % 4] *= shrink;
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) x[i / 4][i % 4] *= power_of_two(exponent);
 }
 
 // Whether any query of the block's heads sees a key of half i: a rare question.
@@ -305,6 +344,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
 
     const Layout lay{(static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u};
     if (threadIdx.x == 0) lay.init();
+    if (threadIdx.x < kGroups) shared_int(lay.exponent(kExchanges, threadIdx.x)) = kFirstExponent;
     __syncthreads();
 
     if (group == kGroups) {
@@ -345,14 +385,27 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     const auto issue_queries = [&](Part& dq) {
         const u32 of_last = count - 1;
         mbarrier_wait(lay.made(of_last % kExchanges), of_last / kExchanges & 1);
+        const u64 exchanged = buffer(exchange, of_last % kExchanges);
         wgmma_fence();
-        multiply_queries(dq, buffer(exchange, of_last % kExchanges), keys_out);
+        if constexpr (kNarrow) {
+            multiply_queries<0, 4>(dq, exchanged, keys_out);
+            wgmma_commit();
+            wgmma_wait<0>();
+            fence_accumulators(dq);
+            multiply(dq, shared_int(lay.exponent(of_last % kExchanges, 1)) -
+                             shared_int(lay.exponent(of_last % kExchanges, 0)));
+            wgmma_fence();
+            multiply_queries<4, 8>(dq, exchanged, keys_out);
+        } else {
+            multiply_queries(dq, exchanged, keys_out);
+        }
         wgmma_commit();
     };
     const auto add_queries = [&](Part& dq) {
         fence_accumulators(dq);
         const u32 of_last = (count - 1) % kExchanges;
         const int entry = shared_int(lay.entry(of_last));
+        if constexpr (kNarrow) multiply(dq, -shared_int(lay.exponent(of_last, 1)));
         __syncwarp();
         warp_arrive(lay.taken(of_last));
         float* const sums = reinterpret_cast<float*>(all.workspace) + static_cast<i64>(entry) * AttentionSums::kSums +
@@ -395,6 +448,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
             else
                 logit_gradients<true>(t, d, stats, lay.vectors(slot), pairs, 0, args.numbers);
             strip_to_a<KeyTile::kCode, kTiles>(p, t);
+            if constexpr (kNarrow) {
+#pragma unroll
+                for (int k = 0; k < kTiles / 2; ++k) fence_operand(p[k][0].r[0]);  // half the registers that they were
+                fence_accumulators(d[0]);
+                scale(d[0], out[0], lay.tops(group), lay.exponent(kExchanges, group), group);
+            }
             strip_to_a<KeyTile::kCode, kTiles>(x, d);
         } else {
 #pragma unroll
@@ -415,14 +474,17 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         }
         __syncwarp();
         if (threadIdx.x == 0) shared_int(lay.entry(made)) = shared_int(lay.step(slot) + 4);
+        if (kNarrow && threadIdx.x % 128 == 0)
+            shared_int(lay.exponent(made, group)) = shared_int(lay.exponent(kExchanges, group));
         warp_arrive(lay.made(made));
         if (count > 0 && count % 2 == group) {
             Part dq;
-            wgmma_wait<1>();
+            wgmma_wait<kNarrow ? 0 : 1>();
             fence_accumulators(out_values[0]);
+            if constexpr (kNarrow) fence_accumulators(out[0]);
             issue_queries(dq);
             wgmma_wait<1>();
-            fence_accumulators(out[0]);
+            if constexpr (!kNarrow) fence_accumulators(out[0]);
             warp_arrive(lay.empty(slot));
             wgmma_wait<0>();
             add_queries(dq);
@@ -440,10 +502,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         wgmma_wait<0>();
         add_queries(dq);
     }
-    int exponent[kLaneRows];
+    int exponents[kLaneRows];
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) exponent[i] = 0;
-    write_gradients(args, out, out_values, exponent, row);
+    for (int i = 0; i < kLaneRows; ++i) exponents[i] = kNarrow ? shared_int(lay.exponent(kExchanges, group)) : 0;
+    write_gradients(args, out, out_values, exponents, row);
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
@@ -467,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     const float* const sums =
         reinterpret_cast<const float*>(all.workspace) + static_cast<i64>(blockIdx.x) * AttentionSums::kSums;
     const RowVectors vectors(args, batch, head, segment);
-    const float factor = Score::factor(args.out_scale);
+    const float factor = Score::factor(args.out_scale) * power_of_two(-kLift);
     constexpr int kParts = KeyTile::kHeadDim / 8;
     for (int i = threadIdx.x; i < 32 * kParts; i += kHelperThreads) {
         const int part = i % kParts, quad = i / kParts;

@@ -28,6 +28,8 @@ EXCHANGES = 3
 HALF = 64
 """Keys of a warpgroup, which lie anywhere."""
 MOST_OUT = 128
+MOST_NARROW = 192
+"""Columns of both gradients of keys and values."""
 MOST_MASK = 2
 """Of `Work.mask_level`."""
 
@@ -63,10 +65,10 @@ class _Fused(Hopper[_Row]):
             return f"registers hold gradients of at most {MOST_OUT} columns"
         if work.problem.sequences and work.problem.mask.blocks is not None:
             return "sequences that are packed have no pairs of units"
-        if work.side.dtype == "float16":
-            return "gradients of queries are sums in float16's range"
         if work.mask_level > MOST_MASK:
             return "gradients leave no registers for masks with several holes"
+        if work.side.dtype == "float16" and work.side.dim + work.problem.operand("value").dim > MOST_NARROW:
+            return f"registers hold no powers of two of float16 beside gradients of more than {MOST_NARROW} columns"
         if work.turned and work.mask_level > 1 and work.problem.mask.blocks is None:
             return "registers hold no bits of a mask beside logits that are more than products"
         if _entries(work) > MAX_GRID:
@@ -76,7 +78,7 @@ class _Fused(Hopper[_Row]):
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         row = 128 * (chunks(work.side.dim) + chunks(work.problem.operand("value").dim))
         exchanged = EXCHANGES * tile.rows * tile.columns * 2
-        barriers = 8 * (2 * tile.stages + 2 * EXCHANGES + 1) + 4 * EXCHANGES
+        barriers = 8 * (2 * tile.stages + 2 * EXCHANGES + 1) + 12 * EXCHANGES + 40
         return ALIGNMENT + row * tile.rows + tile.stages * (tile.columns * (row + 8) + 16) + exchanged + barriers
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
