@@ -207,7 +207,8 @@ def problem(dims: tuple[int, int], dtype: str = "bfloat16", rows: tuple[int, int
     "dims, dtype, forward, gradients, both",
     [
         ((128, 128), "bfloat16", "sm90", ["sm90"] * 3, "sm90 sm90"),
-        ((64, 128), "float16", "sm90", ["sm90"] * 3, "sm90"),
+        ((64, 128), "float16", "sm90", ["sm90"] * 3, "sm90 sm90"),
+        ((128, 128), "float16", "sm90", ["sm90"] * 3, "sm90"),
         ((192, 128), "bfloat16", "sm90", ["sm90", "sm80", "sm80"], ""),
         ((256, 256), "float16", "sm80", ["sm80"] * 3, ""),
         ((128, 100), "bfloat16", "sm80", ["sm80"] * 3, "sm80"),
