@@ -63,8 +63,6 @@ class _Fused(Hopper[_Row]):
             return "columns of values must be a multiple of 8"
         if max(work.dim, work.out_dim) > MOST_OUT:
             return f"registers hold gradients of at most {MOST_OUT} columns"
-        if work.problem.sequences and work.problem.mask.blocks is not None:
-            return "sequences that are packed have no pairs of units"
         if work.mask_level > MOST_MASK:
             return "gradients leave no registers for masks with several holes"
         if work.side.dtype == "float16" and work.side.dim + work.problem.operand("value").dim > MOST_NARROW:
