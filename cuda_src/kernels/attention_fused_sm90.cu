@@ -81,14 +81,14 @@ struct Layout {
     __device__ u32 exchange(int buffer) const { return queries(kStages) + buffer * kExchangeBytes; }
     __device__ u32 vectors(int slot) const { return exchange(kExchanges) + slot * kVectorBytes; }
     __device__ u32 step(int slot) const { return vectors(slot + 1) - 16; }
-    __device__ u32 full(int slot) const { return vectors(kStages) + 8 * slot; }
+    __device__ u32 tops(int group) const { return vectors(kStages) + 16 * group; }
+    __device__ u32 full(int slot) const { return tops(kGroups) + 8 * slot; }
     __device__ u32 empty(int slot) const { return full(kStages) + 8 * slot; }
     __device__ u32 made(int buffer) const { return empty(kStages) + 8 * buffer; }
     __device__ u32 taken(int buffer) const { return made(kExchanges) + 8 * buffer; }
     __device__ u32 keys_here() const { return taken(kExchanges); }
     // Of X^T in a buffer, the entry of the sums, and the exponent of each half; last what those of the next have.
-    __device__ u32 tops(int group) const { return keys_here() + 8 + 16 * group; }
-    __device__ u32 entry(int buffer) const { return tops(kGroups) + 4 * buffer; }
+    __device__ u32 entry(int buffer) const { return keys_here() + 8 + 4 * buffer; }
     __device__ u32 exponent(int buffer, int group) const { return entry(kExchanges + kGroups * buffer + group); }
 
     // One thread, before anybody uses a barrier.
