@@ -7,18 +7,21 @@
 // workspace, one entry per query head and kColumns queries:
 //
 //   sums       [warp][D / 8][lane][4] floats, as the accumulators of the dQ product hold them
+//   taken      one int: work tiles that blocks have taken beyond their first
 //
-//   block     two halves of 64 keys and values each, resident in shared memory: beside a pattern two units of 64 keys
+//   blocks    are persistent, and take work tiles from a common counter (pipeline/work_tiles.cuh)
+//   work tile two halves of 64 keys and values each, resident in shared memory: beside a pattern two units of 64 keys
 //             whose lists are like one another, wherever they lie (kernels/gathered.py), else neighbours
 //   producer  one warp; streams tiles of kColumns queries and rows of G through a ring of kStages stages, and their
-//             statistics
+//             statistics; between those of two work tiles goes a stage that says so, and what comes
 //   consumers two warpgroups, one for each half: S^T and dP^T in registers, where they become P^T and X^T, operands A of
 //             dV; X^T goes through shared memory, as operand A of dK, and transposed of dQ. That product is of both
 //             halves, and the warpgroups take it in turns, a tile later than all others: nobody waits for the other's
 //             half. Its registers are those that the scores had, and what comes out is added to the sums from there
 //
 //   barrier   arrivals                         waited for by
-//   keys      1 (+ bytes)                      consumers, once
+//   keys      1 (+ bytes)                      consumers, once for each work tile
+//   free      one per consumer warp            the producer: keys and values may be overwritten
 //   full[i]   1 (+ bytes) by the producer      consumers: stage i has arrived
 //   empty[i]  one per consumer warp            the producer: stage i may be overwritten
 //   made[i]   one per consumer warp            whose turn dQ is: X^T of both halves is in buffer i
@@ -54,7 +57,7 @@ constexpr int kVectorBytes = 4 * kVectors * kColumns + 16;  // statistics of que
 constexpr int kExchanges = SKL_EXCHANGES;
 constexpr int kExchangeBytes = kRows * kColumns * E::kBytes;  // X^T of a tile
 constexpr int kWarpSums = 128 * kOutTiles;                    // floats of dQ that a warp makes of a tile
-constexpr int kBarrierBytes = 8 * (2 * kStages + 2 * kExchanges + 1) + 4 * (1 + kGroups) * kExchanges + 20 * kGroups;
+constexpr int kBarrierBytes = 8 * (2 * kStages + 2 * kExchanges + 2) + 4 * (1 + kGroups) * kExchanges + 32 * kGroups;
 constexpr int kHelperThreads = SKL_HELPER_THREADS;
 constexpr bool kNarrow = E::kNarrowExponent;  // gradients of logits are scaled by powers of two
 constexpr int kFirstExponent = 60;            // of these; what is smaller than that makes normal adds nothing
@@ -87,9 +90,12 @@ struct Layout {
     __device__ u32 made(int buffer) const { return empty(kStages) + 8 * buffer; }
     __device__ u32 taken(int buffer) const { return made(kExchanges) + 8 * buffer; }
     __device__ u32 keys_here() const { return taken(kExchanges); }
+    __device__ u32 keys_free() const { return keys_here() + 8; }
     // Of X^T in a buffer, the entry of the sums, and the exponent of each half; last what those of the next have.
-    __device__ u32 entry(int buffer) const { return keys_here() + 8 + 4 * buffer; }
+    __device__ u32 entry(int buffer) const { return keys_free() + 8 + 4 * buffer; }
     __device__ u32 exponent(int buffer, int group) const { return entry(kExchanges + kGroups * buffer + group); }
+    // Of a warpgroup's work tile, its number and where its halves begin.
+    __device__ u32 work(int group) const { return exponent(kExchanges + 1, 3 * group); }
 
     // One thread, before anybody uses a barrier.
     __device__ void init() const {
@@ -102,19 +108,20 @@ struct Layout {
             mbarrier_init(taken(i), 4 * kArrivals);
         }
         mbarrier_init(keys_here(), 1);
+        mbarrier_init(keys_free(), kWarps * kArrivals);
         mbarrier_publish();
     }
 };
 
-// The keys of a block, which its tile of lists knows as one after the other.
+// The keys of a work tile, which its tile of lists knows as one after the other.
 struct Halves {
     Block block;
     Segment segment;
     int first[kGroups];
-    __device__ Halves(const HopperAttentionFusedArgs& all) {
+    __device__ Halves(const HopperAttentionFusedArgs& all, int index) {
         const Extents& n = all.base.n;
         const int key_heads = n.heads / n.group;
-        block = block_of(blockIdx.x, n, key_heads, n.batch * key_heads, false);
+        block = block_of(index, n, key_heads, n.batch * key_heads, false);
         segment = Mask::locate(n, block.head * n.group, block);
         int2 unit = make_int2(kGroups * block.tile, kGroups * block.tile + 1);
         if (all.units != 0)
@@ -150,10 +157,12 @@ struct Halves {
 
 // A tile of queries, as the producer found it.
 struct Step {
-    int tile;   // negative: no more
-    int entry;  // of the sums
+    int tile;   // or a Mark
+    int entry;  // of the sums; or the number of the work tile, and in `bits` the parity of its keys
     u64 bits;   // of a list
 };
+enum Mark { kNoMore = -1, kWork = -2 };
+
 // Which pairs of a lane are visible, a bit for each, found while registers are free: number 4 c + e of element e of the
 // tile of 8 columns c. Stands for a walk whose pairs count from the lane's first.
 struct Visible {
@@ -175,13 +184,12 @@ struct Visible {
     __device__ int row() const { return -Accumulators::first_column(lane_id()); }
 };
 
-// Whether any key of the block sees a query: a rare question.
-__device__ inline bool query_seen(const HopperAttentionFusedArgs& all, Mask mask, const Step& at, int query) {
-    const Halves halves(all);
-    for (int i = 0; i < kGroups && query < halves.segment.queries; ++i) {
-        const Range keys = halves.half(i);
-        mask.enter(halves.listed(i), at.tile * kColumns, at.bits);
-        if (!keys.empty() && mask.query_seen(keys.begin, keys.end, query)) return true;
+// Whether any key of the work tile sees a query: a rare question.
+__device__ inline bool query_seen(u32 work, Mask mask, const Step& at, int query) {
+    for (int i = 0; i < kGroups && query < mask.segment.queries; ++i) {
+        const int first = shared_int(work + 4 * (1 + i)), end = min(first + 64, mask.segment.keys);
+        mask.enter(first - 64 * i, at.tile * kColumns, at.bits);
+        if (first < end && mask.query_seen(first, end, query)) return true;
     }
     return false;
 }
@@ -190,6 +198,12 @@ __device__ inline bool query_seen(const HopperAttentionFusedArgs& all, Mask mask
 __device__ inline int head_entries(const Extents& n) { return row_tiles(n.queries, kColumns, n.sequences); }
 __device__ inline int entry_of(const Extents& n, int batch, int head, const Segment& segment) {
     return (batch * n.heads + head) * head_entries(n) + segment.first_query / kColumns + segment.sequence;
+}
+
+__device__ inline u32* taken(const HopperAttentionFusedArgs& all) {
+    AttentionSums space;
+    space.locate(all.workspace, static_cast<i64>(all.base.n.batch * all.base.n.heads) * head_entries(all.base.n));
+    return space.taken;
 }
 
 // Issues out += a * streamed tile.
@@ -230,7 +244,7 @@ __device__ inline void scale(float (&x)[kTiles][4], float (&out)[kOutTiles][4], 
     const u32 of_warp = __reduce_max_sync(~0u, __float_as_uint(top));
     if (lane_id() == 0) shared_int(tops + 4 * (threadIdx.x / 32 & 3)) = of_warp;
     barrier_sync(kWarpgroup + group, 128);
-    const float4 all = shared_float4(tops); 
+    const float4 all = shared_float4(tops);
     top = fmaxf(fmaxf(all.x, all.y), fmaxf(all.z, all.w));
     if (__any_sync(~0u, top * power_of_two(exponent) > kLargest)) {
         const int to = max(kTopExponent - exponent_of(top), -126);
@@ -268,98 +282,129 @@ __device__ inline void put_step(u32 to, const Step& step) {
     *reinterpret_cast<Step*>(__cvta_shared_to_generic(to)) = step;
 }
 
-// Streams the queries of a block's heads.
-__device__ inline void produce(const HopperAttentionFusedArgs& all, const Layout& lay, const Halves& halves) {
-    const AttentionGradientArgs& args = all.base;
-    const Extents& n = args.n;
-    const Block& block = halves.block;
-    const Segment& segment = halves.segment;
-    const int lane = lane_id();
+struct Producer {
+    const HopperAttentionFusedArgs& all;
+    const Layout& lay;
+    const int lane;
     RingCursor<kStages> at;
-    if (lane == 0) {
-        mbarrier_expect(lay.keys_here(), kRowBytes);
-        for (int i = 0; i < kGroups; ++i) {
-            const int first = segment.first_key + halves.first[i], here = i * 64 * 128;
-            load_chunks<kRows>(lay.keys() + here, all.key, lay.keys_here(), 0, Scored::kChunks, first, block.head,
-                               block.batch);
-            load_chunks<kRows>(lay.values() + here, all.value, lay.keys_here(), 0, Valued::kChunks, first, block.head,
-                               block.batch);
+    RingCursor<1> keys;
+
+    __device__ Producer(const HopperAttentionFusedArgs& all, const Layout& lay) : all(all), lay(lay), lane(lane_id()) {}
+
+    __device__ void run() {
+        const Extents& n = all.base.n;
+        const u32 works = n.batch * (n.heads / n.group) * n.tiles;
+        for (u32 index = blockIdx.x; index < works; index = take()) {
+            const Halves halves(all, index);
+            if (Mask::kRagged && halves.block.tile * kRows >= halves.segment.keys) continue;
+            tell({kWork, static_cast<int>(index), keys.parity});
+            stream(halves);
         }
+        tell({kNoMore, 0, 0});
     }
-    __syncwarp();
-    for (int head = block.head * n.group; head < (block.head + 1) * n.group; ++head) {
-        const Mask mask(n, segment, block.batch, head);
-        const Range queries = halves.queries(mask);
-        const RowVectors vectors(args, block.batch, head, segment);
-        const int entries = entry_of(n, block.batch, head, segment);
-        for (Walk walk = halves.walk(mask, queries); walk.more(); walk.next()) {
-            const int first = walk.row();
-            Row stats[kColumns / 32];
-#pragma unroll
-            for (int i = 0; i < kColumns / 32; ++i) {
-                const int q = first + lane + 32 * i;
-                stats[i] = {infinity(), 0.f};
-                if (queries.contains(q)) stats[i] = {vectors.lse[q], vectors.delta[q]};
-            }
-            warp_wait(lay.empty(at.slot), at.parity ^ 1);
-            float* const to = reinterpret_cast<float*>(__cvta_shared_to_generic(lay.vectors(at.slot)));
-#pragma unroll
-            for (int i = 0; i < kColumns / 32; ++i) {
-                to[lane + 32 * i] = stats[i].lse;
-                to[kColumns + lane + 32 * i] = stats[i].delta;
-            }
-            if (lane == 0) put_step(lay.step(at.slot), {walk.tile(), entries + walk.tile(), walk.here.bits});
-            __syncwarp();
-            if (lane == 0) {
-                const int from = segment.first_query + first;
-                mbarrier_expect(lay.full(at.slot), kStageBytes);
-                load_chunks<kColumns>(lay.queries(at.slot), all.query, lay.full(at.slot), 0, Scored::kChunks, from,
-                                      head, block.batch);
-                load_chunks<kColumns>(lay.grads(at.slot), all.grad, lay.full(at.slot), 0, Valued::kChunks, from, head,
-                                      block.batch);
-            }
-            __syncwarp();
-            at.advance();
+
+private:
+    // The number of a work tile that no block has taken yet.
+    __device__ u32 take() const {
+        u32 before = 0;
+        if (lane == 0) before = atomicAdd(taken(all), 1u);
+        return gridDim.x + __shfl_sync(~0u, before, 0);
+    }
+    // A stage without queries.
+    __device__ void tell(const Step& step) {
+        warp_wait(lay.empty(at.slot), at.parity ^ 1);
+        if (lane == 0) {
+            put_step(lay.step(at.slot), step);
+            mbarrier_expect(lay.full(at.slot), 0);
         }
+        __syncwarp();
+        at.advance();
     }
-    warp_wait(lay.empty(at.slot), at.parity ^ 1);
-    if (lane == 0) {
-        put_step(lay.step(at.slot), {-1, 0, 0});
-        mbarrier_expect(lay.full(at.slot), 0);
+    // When the last work tile's are done with.
+    __device__ void load_keys(const Halves& halves) {
+        warp_wait(lay.keys_free(), keys.parity ^ 1);
+        keys.advance();
+        if (lane == 0) {
+            mbarrier_expect(lay.keys_here(), kRowBytes);
+            for (int i = 0; i < kGroups; ++i) {
+                const int first = halves.segment.first_key + halves.first[i], here = i * 64 * 128;
+                load_chunks<kRows>(lay.keys() + here, all.key, lay.keys_here(), 0, Scored::kChunks, first,
+                                   halves.block.head, halves.block.batch);
+                load_chunks<kRows>(lay.values() + here, all.value, lay.keys_here(), 0, Valued::kChunks, first,
+                                   halves.block.head, halves.block.batch);
+            }
+        }
+        __syncwarp();
     }
-}
+    // The queries of all heads; the keys as soon as is known what comes first.
+    __device__ void stream(const Halves& halves) {
+        const AttentionGradientArgs& args = all.base;
+        const Extents& n = args.n;
+        const Block& block = halves.block;
+        const Segment& segment = halves.segment;
+        bool loaded = false;
+        for (int head = block.head * n.group; head < (block.head + 1) * n.group; ++head) {
+            const Mask mask(n, segment, block.batch, head);
+            const Range queries = halves.queries(mask);
+            const RowVectors vectors(args, block.batch, head, segment);
+            const int entries = entry_of(n, block.batch, head, segment);
+            for (Walk walk = halves.walk(mask, queries); walk.more(); walk.next()) {
+                Row stats[kColumns / 32];
+#pragma unroll
+                for (int i = 0; i < kColumns / 32; ++i) {
+                    const int q = walk.row() + lane + 32 * i;
+                    stats[i] = {infinity(), 0.f};
+                    if (queries.contains(q)) stats[i] = {vectors.lse[q], vectors.delta[q]};
+                }
+                if (!loaded) load_keys(halves);
+                loaded = true;
+                warp_wait(lay.empty(at.slot), at.parity ^ 1);
+                float* const to = reinterpret_cast<float*>(__cvta_shared_to_generic(lay.vectors(at.slot)));
+#pragma unroll
+                for (int i = 0; i < kColumns / 32; ++i) {
+                    to[lane + 32 * i] = stats[i].lse;
+                    to[kColumns + lane + 32 * i] = stats[i].delta;
+                }
+                if (lane == 0) put_step(lay.step(at.slot), {walk.tile(), entries + walk.tile(), walk.here.bits});
+                __syncwarp();
+                if (lane == 0) {
+                    const u32 here = lay.full(at.slot);
+                    const int from = segment.first_query + walk.row();
+                    mbarrier_expect(here, kStageBytes);
+                    load_chunks<kColumns>(lay.queries(at.slot), all.query, here, 0, Scored::kChunks, from, head,
+                                          block.batch);
+                    load_chunks<kColumns>(lay.grads(at.slot), all.grad, here, 0, Valued::kChunks, from, head,
+                                          block.batch);
+                }
+                __syncwarp();
+                at.advance();
+            }
+        }
+        if (!loaded) load_keys(halves);
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     streamkl_attention_fused(const __grid_constant__ HopperAttentionFusedArgs all) {
     extern __shared__ unsigned char shared[];
     const AttentionGradientArgs& args = all.base;
     const Extents& n = args.n;
-    const Halves halves(all);
-    const Block& block = halves.block;
-    const Segment& segment = halves.segment;
-    if (Mask::kRagged && block.tile * kRows >= segment.keys) return;
     // Uniform over the warp by construction, which the compiler must be told: descriptors then live in uniform
     // registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
     const Layout lay{(static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u};
     if (threadIdx.x == 0) lay.init();
-    if (threadIdx.x < kGroups) shared_int(lay.exponent(kExchanges, threadIdx.x)) = kFirstExponent;
     __syncthreads();
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();
-        if (threadIdx.x < kThreads + 32) produce(all, lay, halves);
+        if (threadIdx.x < kThreads + 32) Producer(all, lay).run();
         return;
     }
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
     const int lane = lane_id(), warp = (threadIdx.x / 32) & 3;
-    const int first_key = halves.half(group).begin, row = first_key + 16 * warp + Accumulators::first_row(lane);
-    Strip<kOutTiles> out;
-    Strip<kValueTiles> out_values;
-    clear<kOutTiles>(out);
-    clear<kValueTiles>(out_values);
     Row stats[kLaneRows];  // of stationary queries, which there are none of
 
     const u64 keys = swizzled_descriptor(lay.keys() + group * 64 * 128),
@@ -372,13 +417,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     const u32 exchange_to = fragment_address(lay.exchange(0), 64 * group + 16 * warp, lane);
     const auto stage = [](u64 first, int slot) { return first + static_cast<u64>(slot * (kStageBytes >> 4)); };
     const auto buffer = [](u64 first, int slot) { return first + static_cast<u64>(slot * (kExchangeBytes >> 4)); };
-    mbarrier_wait(lay.keys_here(), 0);
-    clear_unseen<Scored, 64>(lay.keys() + group * 64 * 128, kRows, kWarpgroup + group,
-                             [&](int r) { return key_seen(all, halves, group, first_key + r); });
-    barrier_sync(kTurn, kThreads);
-    // Of a list a mask knows what the producer tells.
-    Mask mask(n, segment, block.batch, block.head * n.group);
+    RingCursor<kStages> at;
     u32 count = 0;  // of tiles
+    const auto next_step = [&]() {
+        warp_wait(lay.full(at.slot), at.parity);  // or two arrivals could fall into one phase
+        return *reinterpret_cast<const Step*>(__cvta_shared_to_generic(lay.step(at.slot)));
+    };
 
     // dQ of the last tile, added to its sums, where it is the warpgroup's turn.
     using Part = float[kOutTiles][4];
@@ -416,96 +460,127 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
 
 #pragma unroll 1
     for (;;) {
-        const int slot = count % kStages;
-        warp_wait(lay.full(slot), count / kStages & 1);  // or two arrivals could fall into one phase
-        const Step step = *reinterpret_cast<const Step*>(__cvta_shared_to_generic(lay.step(slot)));
-        if (step.tile < 0) break;
-        const int query = step.tile * kColumns;
-        mask.enter(first_key - 64 * group, query, step.bits);
-        Range seen{0, 0};
-        if (first_key < segment.keys) seen = mask.queries_of(first_key, min(first_key + 64, segment.keys));
-        seen.intersect({query, query + kColumns});
-        const bool works = !seen.empty() && mask.any_visible(query, query + kColumns, first_key, first_key + 64);
-        StripA<KeyTile::kCode, kTiles> p, x;
-        if (works) {
-            const bool full = mask.full(query, query + kColumns, first_key, first_key + 64);
-            Visible pairs;
-            if (!full) {
-                pairs.find(mask, query, row);
-                clear_unseen<Scored, kColumns>(lay.queries(slot), kColumns, kWarpgroup + group,
-                                               [&](int r) { return query_seen(all, mask, step, query + r); });
-            }
-            Strip<kTiles> t, d;
-            wgmma_fence();
-            multiply_rows<Scored, kRows, Scored::kChunks>(t[0], keys, stage(queries, slot), 0);
-            multiply_rows<Valued, kRows, Valued::kChunks>(d[0], values, stage(grads, slot), 0);
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_accumulators(t[0]);
-            fence_accumulators(d[0]);
-            if (full)
-                logit_gradients<false>(t, d, stats, lay.vectors(slot), pairs, 0, args.numbers);
-            else
-                logit_gradients<true>(t, d, stats, lay.vectors(slot), pairs, 0, args.numbers);
-            strip_to_a<KeyTile::kCode, kTiles>(p, t);
-            if constexpr (kNarrow) {
-#pragma unroll
-                for (int k = 0; k < kTiles / 2; ++k) fence_operand(p[k][0].r[0]);  // half the registers that they were
+        const Step work = next_step();
+        if (work.tile == kNoMore) break;
+        const Halves halves(all, work.entry);
+        barrier_sync(kWarpgroup + group, 128);  // all have read what is written now
+        if (threadIdx.x % 128 == 0) {
+            shared_int(lay.work(group)) = work.entry;
+            shared_int(lay.work(group) + 4) = halves.first[0];
+            shared_int(lay.work(group) + 8) = halves.first[1];
+            shared_int(lay.exponent(kExchanges, group)) = kFirstExponent;
+        }
+        warp_arrive(lay.empty(at.slot));
+        at.advance();
+        const Segment segment = halves.segment;
+        const int first_key = halves.half(group).begin;
+        // Of a list it knows what the producer tells.
+        Mask mask(n, segment, halves.block.batch, halves.block.head * n.group);
+        Strip<kOutTiles> out;
+        Strip<kValueTiles> out_values;
+        clear<kOutTiles>(out);
+        clear<kValueTiles>(out_values);
+        mbarrier_wait(lay.keys_here(), static_cast<u32>(work.bits));
+        clear_unseen<Scored, 64>(lay.keys() + group * 64 * 128, kRows, kWarpgroup + group,
+                                 [&](int r) { return key_seen(all, halves, group, first_key + r); });
+        const u32 start = count;
+#pragma unroll 1
+        for (;;) {
+            const Step step = next_step();
+            if (step.tile < 0) break;
+            const int slot = at.slot;
+            at.advance();
+            const int query = step.tile * kColumns;
+            mask.enter(first_key - 64 * group, query, step.bits);
+            Range seen{0, 0};
+            if (first_key < segment.keys) seen = mask.queries_of(first_key, min(first_key + 64, segment.keys));
+            seen.intersect({query, query + kColumns});
+            const bool works = !seen.empty() && mask.any_visible(query, query + kColumns, first_key, first_key + 64);
+            StripA<KeyTile::kCode, kTiles> p, x;
+            if (works) {
+                const bool full = mask.full(query, query + kColumns, first_key, first_key + 64);
+                Visible pairs;
+                if (!full) {
+                    pairs.find(mask, query, first_key + 16 * warp + Accumulators::first_row(lane));
+                    clear_unseen<Scored, kColumns>(lay.queries(slot), kColumns, kWarpgroup + group, [&](int r) {
+                        return query_seen(lay.work(group), mask, step, query + r);
+                    });
+                }
+                Strip<kTiles> t, d;
+                wgmma_fence();
+                multiply_rows<Scored, kRows, Scored::kChunks>(t[0], keys, stage(queries, slot), 0);
+                multiply_rows<Valued, kRows, Valued::kChunks>(d[0], values, stage(grads, slot), 0);
+                wgmma_commit();
+                wgmma_wait<0>();
+                fence_accumulators(t[0]);
                 fence_accumulators(d[0]);
-                scale(d[0], out[0], lay.tops(group), lay.exponent(kExchanges, group), group);
+                if (full)
+                    logit_gradients<false>(t, d, stats, lay.vectors(slot), pairs, 0, args.numbers);
+                else
+                    logit_gradients<true>(t, d, stats, lay.vectors(slot), pairs, 0, args.numbers);
+                strip_to_a<KeyTile::kCode, kTiles>(p, t);
+                if constexpr (kNarrow) {
+#pragma unroll
+                    for (int k = 0; k < kTiles / 2; ++k)
+                        fence_operand(p[k][0].r[0]);  // half the registers that they were
+                    fence_accumulators(d[0]);
+                    scale(d[0], out[0], lay.tops(group), lay.exponent(kExchanges, group), group);
+                }
+                strip_to_a<KeyTile::kCode, kTiles>(x, d);
+            } else {
+#pragma unroll
+                for (int k = 0; k < 2 * kTiles; ++k) x[k / 4][0].r[0][k % 4] = 0;
             }
-            strip_to_a<KeyTile::kCode, kTiles>(x, d);
-        } else {
+            const int made = count % kExchanges;
+            mbarrier_wait(lay.taken(made), count / kExchanges & 1 ^ 1);
 #pragma unroll
-            for (int k = 0; k < 2 * kTiles; ++k) x[k / 4][0].r[0][k % 4] = 0;
+            for (int k = 0; k < kTiles / 2; ++k) store_fragment(exchange_to + made * kExchangeBytes, k, x[k][0].r[0]);
+            async_fence();
+            if (works) {
+                wgmma_fence();
+                multiply_out<Valued>(out_values[0], p, stage(grads_out, slot));
+                wgmma_commit();
+                barrier_sync(kWarpgroup + group, 128);
+                multiply_keys(out[0], buffer(exchange, made) + (group * 64 * 128 >> 4), stage(queries_out, slot));
+                wgmma_commit();
+            }
+            __syncwarp();
+            if (threadIdx.x == 0) shared_int(lay.entry(made)) = shared_int(lay.step(slot) + 4);
+            if (kNarrow && threadIdx.x % 128 == 0)
+                shared_int(lay.exponent(made, group)) = shared_int(lay.exponent(kExchanges, group));
+            warp_arrive(lay.made(made));
+            if (count > start && count % 2 == group) {
+                Part dq;
+                wgmma_wait<kNarrow ? 0 : 1>();
+                fence_accumulators(out_values[0]);
+                if constexpr (kNarrow) fence_accumulators(out[0]);
+                issue_queries(dq);
+                wgmma_wait<1>();
+                if constexpr (!kNarrow) fence_accumulators(out[0]);
+                warp_arrive(lay.empty(slot));
+                wgmma_wait<0>();
+                add_queries(dq);
+            } else {
+                wgmma_wait<0>();
+                fence_accumulators(out_values[0]);
+                fence_accumulators(out[0]);
+                warp_arrive(lay.empty(slot));
+            }
+            ++count;
         }
-        const int made = count % kExchanges;
-        mbarrier_wait(lay.taken(made), count / kExchanges & 1 ^ 1);
-#pragma unroll
-        for (int k = 0; k < kTiles / 2; ++k) store_fragment(exchange_to + made * kExchangeBytes, k, x[k][0].r[0]);
-        async_fence();
-        if (works) {
-            wgmma_fence();
-            multiply_out<Valued>(out_values[0], p, stage(grads_out, slot));
-            wgmma_commit();
-            barrier_sync(kWarpgroup + group, 128);
-            multiply_keys(out[0], buffer(exchange, made) + (group * 64 * 128 >> 4), stage(queries_out, slot));
-            wgmma_commit();
-        }
-        __syncwarp();
-        if (threadIdx.x == 0) shared_int(lay.entry(made)) = shared_int(lay.step(slot) + 4);
-        if (kNarrow && threadIdx.x % 128 == 0)
-            shared_int(lay.exponent(made, group)) = shared_int(lay.exponent(kExchanges, group));
-        warp_arrive(lay.made(made));
-        if (count > 0 && count % 2 == group) {
+        if (count > start && count % 2 == group) {
             Part dq;
-            wgmma_wait<kNarrow ? 0 : 1>();
-            fence_accumulators(out_values[0]);
-            if constexpr (kNarrow) fence_accumulators(out[0]);
             issue_queries(dq);
-            wgmma_wait<1>();
-            if constexpr (!kNarrow) fence_accumulators(out[0]);
-            warp_arrive(lay.empty(slot));
             wgmma_wait<0>();
             add_queries(dq);
-        } else {
-            wgmma_wait<0>();
-            fence_accumulators(out_values[0]);
-            fence_accumulators(out[0]);
-            warp_arrive(lay.empty(slot));
         }
-        ++count;
-    }
-    if (count > 0 && count % 2 == group) {
-        Part dq;
-        issue_queries(dq);
-        wgmma_wait<0>();
-        add_queries(dq);
-    }
-    int exponents[kLaneRows];
+        warp_arrive(lay.keys_free());
+        int exponents[kLaneRows];
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) exponents[i] = kNarrow ? shared_int(lay.exponent(kExchanges, group)) : 0;
-    write_gradients(args, out, out_values, exponents, row);
+        for (int i = 0; i < kLaneRows; ++i) exponents[i] = kNarrow ? shared_int(lay.exponent(kExchanges, group)) : 0;
+        write_gradients(args, out, out_values, exponents, first_key + 16 * warp + Accumulators::first_row(lane),
+                        shared_int(lay.work(group)));
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
@@ -514,6 +589,8 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
         reinterpret_cast<float4*>(all.workspace) + static_cast<i64>(blockIdx.x) * (AttentionSums::kSums / 4);
     for (int i = threadIdx.x; i < AttentionSums::kSums / 4; i += kHelperThreads)
         sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (blockIdx.x > 0 || threadIdx.x > 0) return;
+    *taken(all) = 0;
 }
 
 // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are the

@@ -147,5 +147,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     }
     cp_async_wait<0>();  // a block without tiles has not waited for its rows
 
-    write_gradients(args, out, out_values, exponent, row);
+    write_gradients(args, out, out_values, exponent, row, blockIdx.x);
 }

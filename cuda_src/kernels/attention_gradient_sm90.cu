@@ -297,5 +297,5 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     if constexpr (kTurns) {
         if (!add_up(lay.scored(0), out, out_values, exponent, group)) return;
     }
-    write_gradients(args, out, out_values, exponent, row);
+    write_gradients(args, out, out_values, exponent, row, blockIdx.x);
 }

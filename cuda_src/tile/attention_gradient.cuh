@@ -164,14 +164,14 @@ __device__ inline void write(u64 head, i64 stride, const Strip<TILES>& out, int 
     }
 }
 
-// All that a block has, from the lane's first row on; what it is multiplied by is known here, and so is the segment, found
+// All that a block has, or has of a work tile, from the lane's first row on; what it is multiplied by is known here, and so is the segment, found
 // anew: registers are dear in the loop.
 __device__ inline void write_gradients(const AttentionGradientArgs& args, const Strip<kOutTiles>& out,
-                                       const Strip<kValueTiles>& out_values, const int (&exponent)[kLaneRows],
-                                       int row) {
+                                       const Strip<kValueTiles>& out_values, const int (&exponent)[kLaneRows], int row,
+                                       int index) {
     const Extents& n = args.n;
     const int heads_per_block = kRowsAreQueries ? 1 : n.group, out_heads = n.heads / heads_per_block;
-    Block block = block_of(blockIdx.x, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
+    Block block = block_of(index, n, out_heads, n.batch * out_heads, kRowsAreQueries && !Mask::kListed);
     const int first_head = block.head * heads_per_block;
     const Segment segment = Mask::locate(n, first_head, block);
     const Mask mask(n, segment, block.batch, first_head);

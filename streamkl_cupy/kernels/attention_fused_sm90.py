@@ -49,6 +49,7 @@ _TABLE = (
 class _Fused(Hopper[_Row]):
     kind = "attention_fused"
     args = "hopper_fused"
+    persistent = True
 
     def choice(self, work: Work, facts: DeviceFacts) -> tuple[_Row | None, str]:
         if work.problem.deterministic:
@@ -76,7 +77,7 @@ class _Fused(Hopper[_Row]):
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         row = 128 * (chunks(work.side.dim) + chunks(work.problem.operand("value").dim))
         exchanged = EXCHANGES * tile.rows * tile.columns * 2
-        barriers = 8 * (2 * tile.stages + 2 * EXCHANGES + 1) + 12 * EXCHANGES + 40
+        barriers = 8 * (2 * tile.stages + 2 * EXCHANGES + 2) + 12 * EXCHANGES + 64
         return ALIGNMENT + row * tile.rows + tile.stages * (tile.columns * (row + 8) + 16) + exchanged + barriers
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:

@@ -594,7 +594,10 @@ def attention_sums(columns: int, dim: int) -> Regions:
     one head."""
     return Regions(
         "AttentionSums",
-        (Region("sums", "float", columns * _round_up(dim, 16), "as the accumulators hold them"),),
+        (
+            Region("sums", "float", columns * _round_up(dim, 16), "as the accumulators hold them"),
+            Region("taken", "u32", 1, "work tiles that blocks have taken beyond their first", once=True),
+        ),
         line=LINE,
     )
 
