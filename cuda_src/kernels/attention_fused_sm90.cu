@@ -472,10 +472,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         }
         warp_arrive(lay.empty(at.slot));
         at.advance();
-        const Segment segment = halves.segment;
         const int first_key = halves.half(group).begin;
         // Of a list it knows what the producer tells.
-        Mask mask(n, segment, halves.block.batch, halves.block.head * n.group);
+        Mask mask(n, halves.segment, halves.block.batch, halves.block.head * n.group);
         Strip<kOutTiles> out;
         Strip<kValueTiles> out_values;
         clear<kOutTiles>(out);
@@ -493,7 +492,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
             const int query = step.tile * kColumns;
             mask.enter(first_key - 64 * group, query, step.bits);
             Range seen{0, 0};
-            if (first_key < segment.keys) seen = mask.queries_of(first_key, min(first_key + 64, segment.keys));
+            if (first_key < mask.segment.keys)
+                seen = mask.queries_of(first_key, min(first_key + 64, mask.segment.keys));
             seen.intersect({query, query + kColumns});
             const bool works = !seen.empty() && mask.any_visible(query, query + kColumns, first_key, first_key + 64);
             StripA<KeyTile::kCode, kTiles> p, x;

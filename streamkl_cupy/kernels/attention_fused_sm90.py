@@ -28,8 +28,8 @@ EXCHANGES = 3
 HALF = 64
 """Keys of a warpgroup, which lie anywhere."""
 MOST_OUT = 128
-MOST_NARROW = 192
-"""Columns of both gradients of keys and values."""
+MOST_BESIDE = 192
+"""Columns of the gradients of keys and values together, where something takes registers beside them."""
 MOST_MASK = 2
 """Of `Work.mask_level`."""
 
@@ -66,8 +66,10 @@ class _Fused(Hopper[_Row]):
             return f"registers hold gradients of at most {MOST_OUT} columns"
         if work.mask_level > MOST_MASK:
             return "gradients leave no registers for masks with several holes"
-        if work.side.dtype == "float16" and work.side.dim + work.problem.operand("value").dim > MOST_NARROW:
-            return f"registers hold no powers of two of float16 beside gradients of more than {MOST_NARROW} columns"
+        both = work.side.dim + work.problem.operand("value").dim
+        if both > MOST_BESIDE and (work.side.dtype == "float16" or work.problem.sequences):
+            beside = "powers of two of float16" if work.side.dtype == "float16" else "segments of packed sequences"
+            return f"registers hold no {beside} beside gradients of more than {MOST_BESIDE} columns"
         if work.turned and work.mask_level > 1 and work.problem.mask.blocks is None:
             return "registers hold no bits of a mask beside logits that are more than products"
         if _entries(work) > MAX_GRID:
