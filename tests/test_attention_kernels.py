@@ -354,6 +354,9 @@ EXTENTS = {
     # Enough rows for the tiles that large problems have.
     "many": (128, 96, 64, 64, 56, 56),
     "many wide": (128, 96, 128, 128, 56, 56),
+    # More work tiles than blocks stay on a GPU.
+    "stays": (260, 500, 64, 64, 40, 40),
+    "stays wide": (257, 300, 128, 128, 64, 64),
 }
 CASES = ("plain", "causal", "far", "holes", "lengths", "pattern", *EXTENTS)
 
