@@ -296,6 +296,21 @@ MASK_BITS = Struct(
     ),
 )
 
+JOIN_STATES = Struct(
+    "JoinStatesArgs",
+    (
+        Field("entries", "i64", "of batch and heads, or of batch alone where rows of all heads lie together"),
+        Field("count", "i64", "rows of each that are joined"),
+        Field("pitch", "i64", "rows of each that there are"),
+        Field("first", "i64"),
+        Field("value", "u64"),
+        Field("teacher_lse", "u64"),
+        Field("student_lse", "u64"),
+        Field("states", "u64"),
+        Field("others", "u64", "states of the rows that are joined"),
+    ),
+)
+
 INDEXER = Struct(
     "IndexerArgs",
     (

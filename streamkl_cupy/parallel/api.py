@@ -22,13 +22,16 @@ from ..rules import reductions
 from ..validate import wanted
 from .engine import Engine, Launching, call_of
 from .groups import ranks_of
+from .job import Job
 from .library import library_of
 from .ranks import LocalRank
-from .setup import STATE_DIVERGENCES, Asked, Plain, job_of, plain, planned
-from .shards import length
+from .setup import STATE_DIVERGENCES, Asked, Plain, job_of, kept_job, plain, planned
+from .shards import length, within
 from .states import KLState, state_of_rows
-from .strategies import TABLE, Job
+from .strategies import TABLE
 from .traffic import ShardingPlan, traffic
+
+_LAUNCHING = Launching()
 
 
 def attention_kl(
@@ -104,19 +107,22 @@ def attention_kl(
         )
     choice("reduction", reduction, REDUCTIONS)
     inputs = (teacher_q, teacher_k, student_q, student_k)
-    call, library = plain("attention_kl", options), library_of("student_q", student_q)
+    library = library_of("student_q", student_q)
     asked = Asked(strategy, ownership, head_groups)
     if library == "jax" and not isinstance(group, LocalRank):
-        return _in_shard_map(inputs, call, asked, axis_name, keep_gathered, (row_weight, reduction, return_lse))
+        return _in_shard_map(
+            inputs, plain("attention_kl", options), asked, axis_name, keep_gathered, (row_weight, reduction, return_lse)
+        )
     ranks = ranks_of(group, library)
     if library == "torch":
         from .torch import rows, total, wanted_by_autograd
 
-        job = job_of(ranks, Launching(), inputs, call, asked._replace(wrt=wanted_by_autograd(inputs)))
+        asked = asked._replace(wrt=wanted_by_autograd(inputs))
+        job = kept_job("attention_kl", ranks, _LAUNCHING, inputs, options, asked)
         kl, teacher_lse, student_lse = rows(job, inputs, keep_gathered)
         add: Callable[[Any], Any] = functools.partial(total, ranks)
     else:
-        job = job_of(ranks, _engine(library), inputs, call, asked)
+        job = kept_job("attention_kl", ranks, _engine(library), inputs, options, asked)
         found, _ = TABLE[job.strategy].forward(job, inputs)
         kl, teacher_lse, student_lse = found[:3]
         add = ranks.all_reduce
@@ -172,10 +178,9 @@ def attention_kl_forward(
         As `streamkl_cupy.attention_kl_forward`, of this rank's rows.
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
-    call = plain("attention_kl_forward", options)
     library = library_of("student_q", student_q)
-    ranks = ranks_of(group, library)
-    job = job_of(ranks, _engine(library), inputs, call, Asked(strategy, ownership, head_groups))
+    ranks, asked = ranks_of(group, library), Asked(strategy, ownership, head_groups)
+    job = kept_job("attention_kl_forward", ranks, _engine(library), inputs, options, asked)
     rows, _ = TABLE[job.strategy].forward(job, inputs)
     return rows if rows.moments is not None else KLForward(*rows[:3])
 
@@ -216,10 +221,9 @@ def attention_kl_backward(
         `KLGradients` of this rank's shards, None where `wrt` does not ask.
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
-    call, wrt = plain("attention_kl_backward", options), wanted(ATTENTION_KL, wrt)
-    library = library_of("student_q", student_q)
-    ranks = ranks_of(group, library)
-    job = job_of(ranks, _engine(library), inputs, call, Asked(strategy, ownership, head_groups, wrt))
+    library, wrt = library_of("student_q", student_q), wanted(ATTENTION_KL, wrt)
+    ranks, asked = ranks_of(group, library), Asked(strategy, ownership, head_groups, wrt)
+    job = kept_job("attention_kl_backward", ranks, _engine(library), inputs, options, asked)
     rows = KLForwardRows(saved.kl, saved.teacher_lse, saved.student_lse, moments=getattr(saved, "moments", None))
     return KLGradients(*TABLE[job.strategy].backward(job, grad, inputs, rows, None, wrt))
 
@@ -260,10 +264,9 @@ def attention_kl_value_and_grad(
     """
     choice("reduction", reduction, ("sum", "mean"))
     inputs = (teacher_q, teacher_k, student_q, student_k)
-    call, wrt = plain("attention_kl_value_and_grad", options), wanted(ATTENTION_KL, wrt)
-    library = library_of("student_q", student_q)
-    ranks = ranks_of(group, library)
-    job = job_of(ranks, _engine(library), inputs, call, Asked(strategy, ownership, head_groups, wrt))
+    library, wrt = library_of("student_q", student_q), wanted(ATTENTION_KL, wrt)
+    ranks, asked = ranks_of(group, library), Asked(strategy, ownership, head_groups, wrt)
+    job = kept_job("attention_kl_value_and_grad", ranks, _engine(library), inputs, options, asked)
     rows, kept = TABLE[job.strategy].forward(job, inputs)
     xp = job.library.xp
     value = reduced(job, rows.kl, rows.teacher_lse, row_weight, reduction, ranks.all_reduce)
@@ -363,11 +366,13 @@ def plan(
     call, wrt = plain("plan", options), wanted(ATTENTION_KL, wrt)
     job, why = planned(rank, size, inputs, call, Asked(strategy, ownership, head_groups, wrt))
     longest = (max(map(length, job.rows)), max(map(length, job.keys)))
-    blocks = tuple((piece.block.rows, piece.block.keys) for piece in job.pieces(rank))
-    moved = traffic(job.strategy, inputs, longest, size, job.axes.rows, wrt)
-    if job.strategy == "all_gather" and moved.sums:  # what a launch leaves, and the sums that are sent
+    pieces = job.pieces(rank)
+    blocks = tuple((within(rows, x.rows), within(keys, x.keys)) for x, rows, keys in pieces)
+    moved = traffic("early" if job.early else job.strategy, inputs, longest, size, job.axes.rows, wrt)
+    if job.strategy == "all_gather" and not job.early and moved.sums:  # what a launch leaves, and sums that are sent
         each = moved.sums // (2 * size * longest[1])
-        moved = replace(moved, sums=each * (max((k[1] - k[0] for _, k in blocks), default=0) + size * longest[1]))
+        most = max((x.keys.stop - x.keys.start for x, _, _ in pieces), default=0)
+        moved = replace(moved, sums=each * (most + size * longest[1]))
     return ShardingPlan(rank, size, job.strategy, why, job.groups, moved, wrt, blocks)
 
 
@@ -415,7 +420,7 @@ def reduced(job: Job, kl: Any, lse: Any, weight: Any, reduction: str, add: Calla
 def _engine(library: str) -> Engine:
     """What computes a block of arrays of a library."""
     if library != "jax":
-        return Launching()
+        return _LAUNCHING
     from .jax import Traced
 
     return Traced()

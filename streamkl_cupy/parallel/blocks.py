@@ -18,7 +18,7 @@ import numpy as np
 from ..options import Options
 from ..patterns import BlockPattern
 from .library import Library, library_of
-from .shards import Run
+from .shards import Run, Runs, length, starts_of
 
 MASKS = ("key_lengths", "query_lengths", "key_mask", "query_mask", "cu_seqlens_q", "cu_seqlens_k")
 
@@ -63,6 +63,62 @@ class Whole:
             return self
         q, k = (_on_host(self.masks[name]) for name in ("cu_seqlens_q", "cu_seqlens_k"))
         return replace(self, bounds=(q, k))
+
+    def cut(self, rows: Runs, keys: Runs) -> Iterator[tuple[slice, slice, Mapping[str, Any]]]:
+        """Calls that together are a shard of rows and a shard of keys, each as parts of both, and its options."""
+        if self._alike_in_shards and list(keys) == sorted(keys):
+            yield from self._together(rows, keys)
+            return
+        for row_run, row_start in zip(rows, starts_of(rows)):
+            for key_run, key_start in zip(keys, starts_of(keys)):
+                for block in self.blocks(row_run, key_run):
+                    yield _moved(block.rows, row_run, row_start), _moved(block.keys, key_run, key_start), block.options
+
+    @property
+    def _alike_in_shards(self) -> bool:
+        """Whether a row sees the first so many keys of whichever shard, if these are in the order of positions."""
+        return not self.masks and self.options.block_mask is None and self._reach[0] is None
+
+    def _together(self, rows: Runs, keys: Runs) -> Iterator[tuple[slice, slice, Mapping[str, Any]]]:
+        """As few calls as there are, where only a diagonal hides keys: in the numbers of the shards it is one again for
+        rows that lie beside the same keys, and hides nothing or all of them from rows that lie between keys."""
+        count, right = length(keys), self._reach[1]
+        if right is None:
+            if count and length(rows):
+                yield slice(0, length(rows)), slice(0, count), dict(self.given)
+            return
+        reach = self._offset + right
+        # Of rows in the numbers of their shard: from, to, how many keys the last of them sees, and where their diagonal
+        # is, or None where all of them see as many.
+        spans: list[list[Any]] = []
+
+        def add(start: int, stop: int, seen: int, diagonal: int | None) -> None:
+            if start >= stop or seen <= 0:
+                return
+            if spans and spans[-1][1] == start:
+                last = spans[-1]
+                # Behind the last key of a diagonal rows see all the keys that the call has.
+                if last[2] == seen if diagonal is None else last[3] == diagonal:
+                    last[1], last[2] = stop, seen
+                    return
+            spans.append([start, stop, seen, diagonal])
+
+        for (first, last), start in zip(rows, starts_of(rows)):
+            shift, before = start - first, -reach  # of positions to the numbers of the shard
+            for (k0, k1), seen in zip(keys, starts_of(keys)):
+                for low, high, steep in ((before, k0 - reach, False), (k0 - reach, k1 - reach, True)):
+                    low, high = max(low, first), min(high, last)
+                    if steep and low < high:
+                        add(low + shift, high + shift, seen + high + reach - k0, seen + reach - k0 - shift)
+                    else:
+                        add(low + shift, high + shift, seen, None)
+                before = k1 - reach
+            add(max(before, first) + shift, last + shift, count, None)
+        for start, stop, seen, diagonal in spans:
+            options = dict(self.given)
+            if diagonal is not None:  # told from the first row of the call
+                options |= {"causal": True, "q_offset": diagonal + start}
+            yield slice(start, stop), slice(0, seen), options
 
     def blocks(self, rows: Run, keys: Run) -> list[Block]:
         """Calls that together are these rows and these keys, each pair of a row and a key in one at most."""
@@ -166,6 +222,11 @@ class Whole:
 
 def _common(a: Run, b: Run) -> Run:
     return max(a[0], b[0]), min(a[1], b[1])
+
+
+def _moved(where: Run, run: Run, start: int) -> slice:
+    """A part of a run in the numbers of a shard in which the run begins there."""
+    return slice(start + where[0] - run[0], start + where[1] - run[0])
 
 
 def _on_host(x: Any) -> tuple[int, ...]:

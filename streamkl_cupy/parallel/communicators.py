@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,22 @@ class MpiRanks(Known):
         for x, y in zip(sent, out):
             self._communicator.Sendrecv(_bytes(x), after, 0, _bytes(y), before, 0)
         return lambda: out
+
+    def post(
+        self, sent: Mapping[int, Sequence[Any]], room: Mapping[int, Sequence[Any]]
+    ) -> Callable[[], dict[int, list[Any]]]:
+        found = {source: list(xs) for source, xs in room.items()}
+        arrays = {to: [np.ascontiguousarray(x) for x in xs] for to, xs in sent.items()}
+        under_way = [self._communicator.Irecv(_bytes(x), source) for source, xs in found.items() for x in xs]
+        under_way += [self._communicator.Isend(_bytes(x), to) for to, xs in arrays.items() for x in xs]
+
+        def wait() -> dict[int, list[Any]]:
+            while under_way:
+                under_way.pop().Wait()
+            arrays.clear()  # not before they have gone
+            return found
+
+        return wait
 
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
         return [list(x) for x in self._communicator.allgather(list(numbers))]

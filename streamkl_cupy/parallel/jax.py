@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -19,9 +19,10 @@ from ..call import Call
 from ..options import MASK_ARRAYS, LossOptions, Options
 from ..results import KLForwardRows
 from .engine import NAMES
+from .job import Job
 from .ranks import Pending
 from .setup import Asked, Plain, job_without_exchange
-from .strategies import TABLE, Job
+from .strategies import TABLE
 
 _T = TypeVar("_T")
 _lax: Any = jax.lax  # not annotated in all versions
@@ -29,6 +30,9 @@ _lax: Any = jax.lax  # not annotated in all versions
 
 class AxisRanks:
     """The devices along an axis of a mesh."""
+
+    posts = False
+    jobs: ClassVar[dict[Any, Any]] = {}  # nothing is kept but programs
 
     def __init__(self, axis: str, size: int, varying: frozenset[Any]) -> None:
         """`varying`: all axes of the mesh along which the shards differ."""
@@ -46,9 +50,6 @@ class AxisRanks:
         found = _lax.all_gather(x, self.axis)
         return lambda: found
 
-    def gather_in_order(self, xs: Sequence[Any], axis: int, owners: Any) -> None:
-        return None
-
     def reduce_scatter(self, x: Any) -> Pending:
         found = _lax.psum_scatter(x, self.axis)
         return lambda: found
@@ -63,6 +64,9 @@ class AxisRanks:
         around = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
         found = tuple(_lax.ppermute(x, self.axis, around) for x in xs)
         return lambda: found
+
+    def post(self, sent: Any, room: Any) -> Any:
+        raise NotImplementedError("what a program moves is known to the compiler, which says when")
 
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
         return [list(numbers)] * self.size

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .library import Library, library_of
-from .shards import Runs
 
 _T = TypeVar("_T")
 Pending = Callable[[], Any]
@@ -26,13 +25,13 @@ class Ranks(Protocol):
         """Something hashable that tells this group from others."""
         ...
 
-    def all_gather(self, x: Any) -> Pending:
-        """(size, *shape) of everybody's arrays."""
+    @property
+    def jobs(self) -> dict[Any, Any]:
+        """Jobs of calls before, by how these looked."""
         ...
 
-    def gather_in_order(self, xs: Sequence[Any], axis: int, owners: tuple[Runs, ...]) -> Callable[[], list[Any]] | None:
-        """Start to bring everybody's shards together in the order of positions along an axis; None where there is no
-        better way than `all_gather`."""
+    def all_gather(self, x: Any) -> Pending:
+        """(size, *shape) of everybody's arrays."""
         ...
 
     def reduce_scatter(self, x: Any) -> Pending:
@@ -51,6 +50,18 @@ class Ranks(Protocol):
         """Arrays to the next rank, around a ring; those of the rank before."""
         ...
 
+    @property
+    def posts(self) -> bool:
+        """Whether there is `post`."""
+        ...
+
+    def post(
+        self, sent: Mapping[int, Sequence[Any]], room: Mapping[int, Sequence[Any]]
+    ) -> Callable[[], dict[int, list[Any]]]:
+        """Start to send arrays to some ranks, and to receive what they send into the arrays of `room`; call for these,
+        by rank. All ranks post as often, some of them nothing."""
+        ...
+
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
         """Equally many small integers of every rank, in host memory; `like` says which device is meant."""
         ...
@@ -67,14 +78,14 @@ class Ranks(Protocol):
 class Known:
     """What ranks have in common that know their number before they run."""
 
+    posts = True
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+        self.jobs: dict[Any, Any] = {}
 
     def check(self, x: Any) -> None:
         pass
-
-    def gather_in_order(self, xs: Sequence[Any], axis: int, owners: tuple[Runs, ...]) -> Callable[[], list[Any]] | None:
-        return None
 
     def here(self, compute: Callable[[int], _T]) -> _T:
         return compute(self.rank)
@@ -167,6 +178,17 @@ class LocalRank(Known):
         found = self._world.swap(self.rank, xs)[self.rank - 1]
         return lambda: found
 
+    def post(
+        self, sent: Mapping[int, Sequence[Any]], room: Mapping[int, Sequence[Any]]
+    ) -> Callable[[], dict[int, list[Any]]]:
+        given = self._world.swap(self.rank, sent)
+        found = {
+            source: [_taken(x, into) for x, into in zip(given[source][self.rank], xs)] for source, xs in room.items()
+        }
+        # Nobody may write into what others still read.
+        self._world.swap(self.rank, None)
+        return lambda: found
+
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
         return [list(x) for x in self._world.swap(self.rank, list(numbers))]
 
@@ -176,3 +198,8 @@ class LocalRank(Known):
         for part in parts[1:]:
             total = total + part
         return total
+
+
+def _taken(x: Any, into: Any) -> Any:
+    """What has been sent, in the room for it."""
+    return Library(library_of("x", x)).put(into, (...,), x)

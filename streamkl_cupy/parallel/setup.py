@@ -18,10 +18,10 @@ from ..ops import ATTENTION_KL
 from ..options import MASK_ARRAYS, SHARED, Options, parse
 from .blocks import Whole
 from .engine import KEYS, NAMES, QUERIES, Engine, Launching
+from .job import MERGING, STRATEGIES, Axes, Job
 from .library import Library, library_of
 from .ranks import Ranks
 from .shards import OWNERSHIPS, Ownership, Runs, check_owned, length, owned
-from .strategies import MERGING, STRATEGIES, Axes, Job
 from .traffic import traffic
 
 STATE_DIVERGENCES = ("kl",)
@@ -71,6 +71,38 @@ def plain(function: str, given: Mapping[str, Any]) -> Plain:
     masks = {name: given[name] for name in MASK_ARRAYS if given.get(name) is not None}
     others = {name: x for name, x in given.items() if name not in MASK_ARRAYS and name not in _POSITIONAL}
     return Plain(options, masks, others)
+
+
+def look(inputs: Sequence[Any], given: Mapping[str, Any], asked: Asked) -> Any:
+    """How a call looks, hashable; None where it holds arrays of masks or a pattern, which nothing may keep."""
+    for name, x in given.items():
+        if x is not None and (name in MASK_ARRAYS or name == "block_mask"):
+            return None
+    key = (
+        tuple([(type(x), x.shape, x.dtype, x.device) if hasattr(x, "device") else x for x in inputs]),
+        tuple([(name, type(x), x) for name, x in given.items()]),
+        asked,
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def kept_job(
+    function: str, ranks: Ranks, engine: Engine, inputs: Sequence[Any], given: Mapping[str, Any], asked: Asked
+) -> Job:
+    """The job of a call: that of one before which looked the same, or what the ranks agree on."""
+    key = look(inputs, given, asked)
+    found: Job | None = None if key is None else ranks.jobs.get(key)
+    if found is None:
+        found = job_of(ranks, engine, inputs, plain(function, given), asked)
+        if key is not None:
+            while len(ranks.jobs) >= LIMIT:
+                ranks.jobs.pop(next(iter(ranks.jobs)), None)
+            ranks.jobs[key] = found
+    return found
 
 
 def job_of(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked, anew: bool = False) -> Job:
@@ -142,14 +174,30 @@ def planned(rank: int, size: int, inputs: Sequence[Any], call: Plain, asked: Ask
     whole = Whole(size * rows, size * keys, call.options, call.masks, call.given).read()
     ranks: Any = Anyone(rank, size)
     library = Library("numpy")
-    return Job(ranks, Launching(), library, whole, *owners, axes, strategy, groups), why
+    posts = not any(type(x).__module__.partition(".")[0].startswith("jax") for x in inputs)
+    early = posts and _early(size, inputs, call, strategy)
+    return Job(ranks, Launching(), library, whole, *owners, axes, strategy, groups, early), why
+
+
+def _early(size: int, inputs: Sequence[Any], call: Plain, strategy: str) -> bool:
+    """Whether keys are gathered shard by shard. From float32 keys one call takes what all of them share, and no call on
+    some of them may; patterns and packed sequences are cut for all keys at once."""
+    return (
+        size > 1
+        and strategy == "all_gather"
+        and call.options.divergence in STATE_DIVERGENCES
+        and call.options.block_mask is None
+        and "cu_seqlens_q" not in call.masks
+        and not any("float32" in str(x.dtype) for x in inputs)
+    )
 
 
 def _job(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, axes: Axes, agreed: _Agreed) -> Job:
     rows, keys = (sum(map(length, x)) for x in (agreed.rows, agreed.keys))
     whole = Whole(rows, keys, call.options, call.masks, call.given).read()
     library = Library(library_of("student_q", inputs[2]))
-    return Job(ranks, engine, library, whole, agreed.rows, agreed.keys, axes, agreed.strategy, agreed.groups)
+    early = ranks.posts and _early(ranks.size, inputs, call, agreed.strategy)
+    return Job(ranks, engine, library, whole, agreed.rows, agreed.keys, axes, agreed.strategy, agreed.groups, early)
 
 
 def _digest(x: Any) -> int:

@@ -120,6 +120,16 @@ def starts_of(runs: Runs) -> list[int]:
     return [0, *itertools.accumulate(stop - start for start, stop in runs)][: len(runs)]
 
 
+def within(runs: Runs, part: slice) -> Runs:
+    """The positions of a part of a shard."""
+    found = []
+    for (first, last), start in zip(runs, starts_of(runs)):
+        low, high = max(part.start, start), min(part.stop, start + last - first)
+        if low < high:
+            found.append((first + low - start, first + high - start))
+    return tuple(found)
+
+
 def length(runs: Runs) -> int:
     """Positions of a shard."""
     return sum(stop - start for start, stop in runs)

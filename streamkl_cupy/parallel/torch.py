@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,13 @@ from torch import Tensor
 from ..arguments import a_kind_of
 from ..results import KLForwardRows
 from .engine import NAMES
+from .job import Job
 from .ranks import Known, Pending
-from .shards import Runs, length, starts_of
-from .strategies import TABLE, Job
+from .strategies import TABLE
 
 # Renamed in torch 2.13.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-MOST_RUNS = 8
-"""Of a rank, that travel one by one."""
 
 
 class TorchRanks(Known):
@@ -31,8 +27,6 @@ class TorchRanks(Known):
     def __init__(self, group: Any) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
-        # Where pieces have to be copied from a buffer of the transport, fewer of them are better.
-        self._direct = "nccl" in self._backends().values()
         self.key = (group.group_name, self.rank, self.size)
 
     def all_gather(self, x: Tensor) -> Pending:
@@ -41,34 +35,19 @@ class TorchRanks(Known):
         work = _gather(out, x.contiguous(), group=self._group, async_op=True)
         return self._after(work, out.view(self.size, *x.shape))
 
-    def gather_in_order(
-        self, xs: Sequence[Tensor], axis: int, owners: tuple[Runs, ...]
-    ) -> Callable[[], list[Tensor]] | None:
-        """From one rank's memory to its place in another's: positions lie one after the other, so runs of them are
-        contiguous, and nothing is put in order afterwards."""
-        if not self._direct or max(map(len, owners)) > MOST_RUNS:
-            return None
-        found: list[Tensor] = []
-        ops: list[Any] = []
-        for x in xs:
-            total = sum(map(length, owners))
-            x = x.movedim(axis, 0)
-            out = x.new_empty((total, *x.shape[1:]))
-            for (first, last), start in zip(owners[self.rank], starts_of(owners[self.rank])):
-                out[first:last] = x[start : start + last - first]
-            for step in range(1, self.size):
-                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-                for number, run in enumerate(owners[self.rank]):
-                    ops.append(self._p2p(dist.isend, out[slice(*run)], to, MOST_RUNS * len(found) + number))
-                for number, run in enumerate(owners[source]):
-                    ops.append(self._p2p(dist.irecv, out[slice(*run)], source, MOST_RUNS * len(found) + number))
-            found.append(out)
+    def post(
+        self, sent: Mapping[int, Sequence[Tensor]], room: Mapping[int, Sequence[Tensor]]
+    ) -> Callable[[], dict[int, list[Tensor]]]:
+        # Tags tell them apart where a backend has no order.
+        ops = [self._p2p(dist.isend, x.contiguous(), to, tag) for to, xs in sent.items() for tag, x in enumerate(xs)]
+        ops += [self._p2p(dist.irecv, x, source, tag) for source, xs in room.items() for tag, x in enumerate(xs)]
         works = dist.batch_isend_irecv(ops) if ops else []
 
-        def wait() -> list[Tensor]:
-            for work in works:
-                work.wait()
-            return [x.movedim(0, axis) for x in found]
+        def wait() -> dict[int, list[Tensor]]:
+            while works:
+                works.pop().wait()
+            ops.clear()  # what was sent is let go, but not before it has gone
+            return {source: list(xs) for source, xs in room.items()}
 
         return wait
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..arrays import ITEMSIZE
 from .engine import KEYS, NAMES, QUERIES
-from .shards import Run
+from .shards import Runs
 
 STATE = 20
 """Bytes of the state of a row."""
@@ -41,7 +41,7 @@ class ShardingPlan:
     head_groups: int
     traffic: Traffic
     wrt: tuple[str, ...]
-    blocks: tuple[tuple[Run, Run], ...]
+    blocks: tuple[tuple[Runs, Runs], ...]
     """Rows and keys of each launch, in positions of the whole sequence."""
 
     def __str__(self) -> str:
@@ -52,9 +52,13 @@ class ShardingPlan:
             f"  receives {moved.forward:,} B for rows, {moved.backward:,} B for gradients of {', '.join(self.wrt)}",
             f"  holds {moved.gathered:,} B of what is gathered, {moved.sums:,} B of gradients in float32 beside shards "
             f"and gradients",
-            *(f"  rows {q[0]:,} to {q[1]:,} x keys {k[0]:,} to {k[1]:,}" for q, k in self.blocks),
+            *(f"  rows {_spelled(q)} x keys {_spelled(k)}" for q, k in self.blocks),
         ]
         return "\n".join(lines)
+
+
+def _spelled(runs: Runs) -> str:
+    return " and ".join(f"{first:,} to {last:,}" for first, last in runs)
 
 
 def itemsize(x: Any) -> int:
@@ -78,6 +82,8 @@ def traffic(
     q, k = (sum(elements(i) * itemsize(inputs[i]) for i in side) for side in (QUERIES, KEYS))
     q_sums, k_sums = (4 * sum(elements(i) for i in side if NAMES[i] in wrt) for side in (QUERIES, KEYS))
     rows = elements(2) // inputs[2].shape[-1] if inputs[2].shape[-1] else 0
+    if strategy == "early":  # of keys those of others, and sums of a rank's own, sent and received; of queries two
+        return Traffic(others * k, others * k_sums, others * k, (2 * others + 1) * k_sums + 2 * q_sums)
     if strategy == "all_gather":
         return Traffic(others * k, others * k_sums, size * k, 2 * size * k_sums)
     if strategy == "all_gather_queries":

@@ -1,0 +1,76 @@
+"""What some keys have left of rows, joined by what others add: one kernel on a GPU, states that merge elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+from ..compiler.nvrtc import import_cupy, load
+from ..errors import CaptureError
+from ..frameworks import describe, stream_of
+from ..kernels import join_states
+from ..kernels.gpus import device_facts
+from ..kernels.structs import JOIN_STATES
+from ..launch import in_context
+from ..results import KLForwardRows
+from .job import Job
+from .library import at
+from .states import finish_kl_state, merge_kl_states, state_of_rows
+
+
+def joined(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: slice) -> KLForwardRows[Any]:
+    """Results and states of rows, some of which have seen further keys, written over what they were."""
+    if job.library.name in ("torch", "cupy"):
+        like = describe("kl", rows.kl)
+        if like.device.kind == "cuda":
+            _launch(job, like, rows, some, where)
+            return rows
+    axis = job.axes.rows
+    part = KLForwardRows(*(None if x is None else job.cut(x, where) for x in rows))
+    state = merge_kl_states(state_of_rows(part), state_of_rows(some))
+    new = (*finish_kl_state(state), job.library.xp.stack(state, -1))
+    old = (rows.kl, rows.teacher_lse, rows.student_lse, rows.moments)
+    found = [job.library.put(x, at(axis, where), y) for x, y in zip(old, new, strict=True)]
+    return KLForwardRows(found[0], found[1], found[2], moments=found[3])
+
+
+def warmup(index: int) -> None:
+    """Compile and load the kernel for a GPU."""
+    with in_context(index):
+        _handle(index, None)
+
+
+_handles: dict[int, int] = {}
+
+
+def _handle(index: int, stream: int | None) -> int:
+    """Of the kernel; `stream`, unless None, is where it is about to run."""
+    if index not in _handles:
+        if stream is not None and import_cupy().cuda.runtime.streamIsCapturing(stream):
+            raise CaptureError(
+                "the kernel that joins rows is not loaded, and loading cannot be captured into a CUDA graph: call "
+                "streamkl_cupy.parallel.warmup(...) with the same arrays and options before the capture"
+            )
+        plan = join_states.plan(device_facts(index))
+        _handles[index] = load(plan.text, plan.symbol, plan.arch).handle
+    return _handles[index]
+
+
+def _launch(job: Job, like: Any, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: slice) -> None:
+    shape, axis, index = rows.kl.shape, job.axes.rows, like.device.index
+    entries, each = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+    count = (where.stop - where.start) * each
+    if not entries * count:
+        return
+    arrays = (rows.kl, rows.teacher_lse, rows.student_lse, rows.moments, some.moments)
+    pointers = [describe("rows", x).ptr for x in arrays]
+    data = JOIN_STATES.packer.pack(entries, count, shape[axis] * each, where.start * each, *pointers)
+    packed = (ctypes.c_char * len(data)).from_buffer_copy(data)
+    parameters = ctypes.c_void_p(ctypes.addressof(packed))
+    stream, cupy = stream_of(like), import_cupy()
+    with in_context(index):
+        handle = _handle(index, stream)
+        grid = -(-entries * count // join_states.THREADS)
+        block = join_states.THREADS
+        cupy.cuda.driver.launchKernel(handle, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
