@@ -51,17 +51,18 @@ def torch_ranks(rank: int, port: int, seed: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=3)
     pair = dist.new_group([0, 1])
-    full = [torch.from_numpy(x) for x in numbers(seed, 12, 6, 53)]
-    weight = torch.rand(1, 1, 53, generator=torch.Generator().manual_seed(seed))
+    made = [torch.from_numpy(x) for x in numbers(seed, 12, 6, 53)]
+    made.append(torch.rand(1, 1, 53, generator=torch.Generator().manual_seed(seed)))
+    full = [x.double() for x in made]  # whose keys are gathered shard by shard, while those of float32 come all at once
 
     def one(reduction: str) -> tuple[Any, list[Any]]:
-        inputs = [x.clone().requires_grad_() for x in (*full, weight)]
+        inputs = [x.clone().requires_grad_() for x in full]
         value = skl.attention_kl(*inputs[:4], causal=True, reduction=reduction, row_weight=inputs[4])
         value.sum().backward()
         return value.detach(), [x.grad for x in inputs]
 
     def shards(size: int, ownership: str) -> list[Any]:
-        return [cp.shard(x, 2, rank, size, ownership).contiguous().requires_grad_() for x in (*full, weight)]
+        return [cp.shard(x, 2, rank, size, ownership).contiguous().requires_grad_() for x in full]
 
     def check(group: Any, size: int, reduction: str, through: Any = None, **how: Any) -> None:
         ownership = how.get("ownership", "zigzag")
@@ -83,6 +84,8 @@ def torch_ranks(rank: int, port: int, seed: int) -> None:
         check(None, 3, "mean", strategy=strategy)
     check(None, 3, "none", strategy="all_gather", ownership="contiguous", keep_gathered=False, head_groups=3)
     check(None, 3, "sum", through=lambda f, *x: checkpoint(f, *x, use_reentrant=False))
+    full = made
+    check(None, 3, "mean")
     if rank < 2:
         check(pair, 2, "mean")
         check(pair, 2, "sum", strategy="p2p", ownership="contiguous")
@@ -157,8 +160,8 @@ def mpi_ranks(seed: int) -> None:
     rows = skl.attention_kl_forward(*full, causal=True)
     grads = skl.attention_kl_backward(rows.kl, *full, saved=rows, wrt=ALL, causal=True)
     mean = skl.attention_kl(*full, causal=True, reduction="mean")
-    for strategy in STRATEGIES:
-        mine = [cp.shard(x, 2, rank, size) for x in full]
+    for strategy, kind in zip((*STRATEGIES, "all_gather"), ("f4", "f8", "f8", "f8", "f8")):
+        mine = [cp.shard(x, 2, rank, size).astype(kind) for x in full]
         how: dict[str, Any] = {"causal": True, "strategy": strategy, "group": world}
         found = cp.attention_kl_forward(*mine, **how)
         back = cp.attention_kl_backward(found.kl, *mine, saved=found, wrt=ALL, **how)

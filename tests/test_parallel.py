@@ -17,7 +17,10 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import parallel, patterns
+from streamkl_cupy.ops import ATTENTION_KL
+from streamkl_cupy.options import parse
 from streamkl_cupy.parallel import KLState, LocalWorld, Ownership, finish_kl_state, merge_kl_states, positions, shard
+from streamkl_cupy.parallel.blocks import Whole
 from streamkl_cupy.problem import INPUT_NAMES
 
 STRATEGIES = ("all_gather", "a2a", "all_gather_queries", "p2p")
@@ -122,6 +125,99 @@ def test_masks_are_in_positions_of_the_whole(name: str, rng: np.random.Generator
     for strategy in STRATEGIES:
         size = int(rng.choice([2, 4]))
         check(full, grad, size, 0 if packed else 2, strategy=strategy, ownership=ownership, **options)
+
+
+def test_every_pair_that_is_visible_is_in_one_call(rng: np.random.Generator) -> None:
+    """Calls in the numbers of shards, of rows and keys in whatever order: a window to the left goes run by run."""
+    for _ in range(60):
+        rows, keys, size = (int(x) for x in rng.integers(1, (40, 40, 5)))
+        where = [[np.sort(x) for x in np.array_split(rng.permutation(n), size)] for n in (rows, keys)]
+        if rng.random() < 0.5:
+            where = [positions(n, size, str(rng.choice(["zigzag", "contiguous"]))) for n in (rows, keys)]
+        owned = Ownership(*where)
+        given = {
+            "causal": bool(rng.random() < 0.6),
+            "q_offset": int(rng.integers(-20, 20)),
+            "window": [None, (-1, 3), (int(rng.integers(5)), 2)][rng.integers(3)],
+        }
+        offset = given["q_offset"] if given["causal"] or given["window"] else given.pop("q_offset")
+        options, _ = parse(ATTENTION_KL, given)
+        whole = Whole(rows, keys, options, {}, {})
+        right = 0 if given["causal"] else (given["window"] or (-1, -1))[1]
+        left = (given["window"] or (-1, -1))[0]
+        far = np.arange(keys) - np.arange(rows)[:, None] - offset
+        wanted = np.full((rows, keys), True) if right < 0 else far <= right
+        wanted &= (left < 0) | (far >= -left)
+        count = np.zeros((rows, keys), int)
+        for q, of_q in zip(where[0], owned.rows):
+            for k, of_k in zip(where[1], owned.keys):
+                for row_part, key_part, call in whole.cut(of_q, of_k):
+                    i, j = np.arange(rows)[q][row_part], np.arange(keys)[k][key_part]
+                    distance = np.arange(len(j)) - np.arange(len(i))[:, None] - call.get("q_offset", 0)
+                    seen = np.full(distance.shape, True)
+                    reach = 0 if call.get("causal") else (call.get("window") or (-1, -1))[1]
+                    if "q_offset" in call:
+                        seen = distance <= reach if reach >= 0 else seen
+                        seen &= (left < 0) | (distance >= -left)
+                    np.add.at(count, np.ix_(i, j), seen.astype(int))
+        np.testing.assert_array_equal(count, wanted)
+
+
+def test_calls_of_shards_are_few() -> None:
+    """Own keys are one call whose diagonal is that of the shard, those of another rank one without a diagonal."""
+    options, _ = parse(ATTENTION_KL, {"causal": True})
+    whole, owned = Whole(64, 64, options, {}, {}), Ownership(positions(64, 4)).rows
+    for q, k in itertools.product(range(4), repeat=2):
+        ((rows, keys, call),) = whole.cut(owned[q], owned[k])
+        assert call == ({"causal": True, "q_offset": 0} if q == k else {})
+        assert (rows, keys) == (slice(8 if q < k else 0, 16), slice(0, 8 if q > k else 16))
+
+
+def test_keys_that_nobody_sees_do_not_travel(rng: np.random.Generator) -> None:
+    """Of contiguous shards under a window a rank sends its last keys to the next one."""
+    full = arrays(rng, 64, batch=1)
+    moved: list[Any] = []
+
+    def rank_of(rank: Any) -> Any:
+        post = rank.post
+
+        def noted(sent: Any, room: Any) -> Any:
+            moved.extend((rank.rank, to, x.shape[2]) for to, xs in sent.items() for x in xs)
+            return post(sent, room)
+
+        rank.post = noted
+        mine = [shard(x, 2, rank.rank, 4, "contiguous") for x in full]
+        return parallel.attention_kl(*mine, group=rank, ownership="contiguous", causal=True, window=(5, 0))
+
+    found = LocalWorld(4).run(rank_of)
+    assert sorted(moved) == sorted(2 * [(rank, rank + 1, 5) for rank in range(3)])
+    wanted = streamkl_cupy.attention_kl(*full, causal=True, window=(5, 0))
+    np.testing.assert_allclose(np.concatenate(found, 2), wanted, rtol=1e-12)
+
+
+def test_calls_alike_agree_once(rng: np.random.Generator) -> None:
+    """What ranks have agreed on is kept by how a call looks, and what looks otherwise is checked again."""
+    full = arrays(rng, 24, batch=1)
+
+    def rank_of(rank: Any) -> None:
+        exchanges: list[Any] = []
+        exchange = rank.exchange
+
+        def noted(*given: Any) -> Any:
+            exchanges.append(given)
+            return exchange(*given)
+
+        rank.exchange = noted
+        mine = [shard(x, 2, rank.rank, 3) for x in full]
+        first, second = (parallel.attention_kl(*mine, group=rank, causal=True) for _ in range(2))
+        np.testing.assert_array_equal(first, second)
+        assert len(exchanges) == 1
+        with pytest.raises(TypeError, match="causal"):
+            parallel.attention_kl(*mine, group=rank, causal=1)
+        parallel.attention_kl(*(x.astype(np.float32) for x in mine), group=rank, causal=True)
+        assert [len(exchanges), len(rank.jobs)] == [2, 2]
+
+    LocalWorld(3).run(rank_of)
 
 
 @pytest.mark.parametrize("layout, axis", [("bhnd", 1), ("bnhd", 0), ("bhnd", 0)])

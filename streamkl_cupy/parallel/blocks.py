@@ -23,6 +23,35 @@ from .shards import Run, Runs, length, starts_of
 MASKS = ("key_lengths", "query_lengths", "key_mask", "query_mask", "cu_seqlens_q", "cu_seqlens_k")
 
 
+class _Span(NamedTuple):
+    """Rows of a shard, in its numbers."""
+
+    start: int
+    stop: int
+    seen: int
+    """How many keys the last of them sees."""
+    diagonal: int | None
+    """Row i sees keys j <= i + diagonal of these; None: all rows see as many."""
+    level: bool = False
+    """Whether last rows see all the keys that there are before the diagonal."""
+
+
+def _add(spans: list[_Span], new: _Span) -> None:
+    """Rows behind those of the last span, as a part of it where one call can have both."""
+    if new.start >= new.stop or new.seen <= 0:
+        return
+    if spans and spans[-1].stop == new.start:
+        last = spans[-1]
+        # Behind the last key of a diagonal rows see all the keys that the call has.
+        if new.diagonal is None and last.seen == new.seen:
+            spans[-1] = last._replace(stop=new.stop, level=True)
+            return
+        if new.diagonal is not None and last.diagonal == new.diagonal and not last.level:
+            spans[-1] = last._replace(stop=new.stop, seen=new.seen)
+            return
+    spans.append(new)
+
+
 class Block(NamedTuple):
     """A call on some rows and some keys."""
 
@@ -87,38 +116,24 @@ class Whole:
             if count and length(rows):
                 yield slice(0, length(rows)), slice(0, count), dict(self.given)
             return
-        reach = self._offset + right
-        # Of rows in the numbers of their shard: from, to, how many keys the last of them sees, and where their diagonal
-        # is, or None where all of them see as many.
-        spans: list[list[Any]] = []
-
-        def add(start: int, stop: int, seen: int, diagonal: int | None) -> None:
-            if start >= stop or seen <= 0:
-                return
-            if spans and spans[-1][1] == start:
-                last = spans[-1]
-                # Behind the last key of a diagonal rows see all the keys that the call has.
-                if last[2] == seen if diagonal is None else last[3] == diagonal:
-                    last[1], last[2] = stop, seen
-                    return
-            spans.append([start, stop, seen, diagonal])
-
+        reach, spans = self._offset + right, list[_Span]()
         for (first, last), start in zip(rows, starts_of(rows)):
             shift, before = start - first, -reach  # of positions to the numbers of the shard
             for (k0, k1), seen in zip(keys, starts_of(keys)):
-                for low, high, steep in ((before, k0 - reach, False), (k0 - reach, k1 - reach, True)):
-                    low, high = max(low, first), min(high, last)
-                    if steep and low < high:
-                        add(low + shift, high + shift, seen + high + reach - k0, seen + reach - k0 - shift)
-                    else:
-                        add(low + shift, high + shift, seen, None)
+                between, beside = (
+                    (max(before, first), min(k0 - reach, last)),
+                    (max(k0 - reach, first), min(k1 - reach, last)),
+                )
+                _add(spans, _Span(between[0] + shift, between[1] + shift, seen, None))
+                diagonal = seen + reach - k0
+                _add(spans, _Span(beside[0] + shift, beside[1] + shift, diagonal + beside[1], diagonal - shift))
                 before = k1 - reach
-            add(max(before, first) + shift, last + shift, count, None)
-        for start, stop, seen, diagonal in spans:
+            _add(spans, _Span(max(before, first) + shift, last + shift, count, None))
+        for span in spans:
             options = dict(self.given)
-            if diagonal is not None:  # told from the first row of the call
-                options |= {"causal": True, "q_offset": diagonal + start}
-            yield slice(start, stop), slice(0, seen), options
+            if span.diagonal is not None:  # told from the first row of the call
+                options |= {"causal": True, "q_offset": span.diagonal + span.start}
+            yield slice(span.start, span.stop), slice(0, span.seen), options
 
     def blocks(self, rows: Run, keys: Run) -> list[Block]:
         """Calls that together are these rows and these keys, each pair of a row and a key in one at most."""

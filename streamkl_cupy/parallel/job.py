@@ -151,7 +151,10 @@ class Job:
 
     def cut(self, x: Any, where: slice) -> Any:
         """Some rows or keys of an array."""
-        return x if where == slice(0, x.shape[self.axes.rows]) else x[at(self.axes.rows, where)]
+        axis, start, size = self.axes.rows, where.start, where.stop - where.start
+        if size == x.shape[axis]:
+            return x
+        return x.narrow(axis, start, size) if self.library.name == "torch" else x[at(axis, where)]
 
     def cut_rows(self, rows: KLForwardRows[Any], where: slice) -> KLForwardRows[Any]:
         """The same of row results."""
@@ -159,7 +162,9 @@ class Job:
 
     def arrays(self, inputs: Sequence[Any], call: Piece) -> tuple[Any, ...]:
         """The operands of a call."""
-        return tuple(self.cut(x, call.rows if i in QUERIES else call.keys) for i, x in enumerate(inputs))
+        q_t, k_t, q_s, k_s = inputs
+        cut, rows, keys = self.cut, call.rows, call.keys
+        return cut(q_t, rows), cut(k_t, keys), cut(q_s, rows), cut(k_s, keys)
 
     def padded(self, x: Any, owners: tuple[Runs, ...]) -> Any:
         """A shard as long as the longest."""

@@ -9,6 +9,7 @@ from typing import Any
 from ..compiler.nvrtc import import_cupy, load
 from ..errors import CaptureError
 from ..frameworks import describe, stream_of
+from ..frameworks.base import FRAMEWORKS
 from ..kernels import join_states
 from ..kernels.gpus import device_facts
 from ..kernels.structs import JOIN_STATES
@@ -64,7 +65,7 @@ def _launch(job: Job, like: Any, rows: KLForwardRows[Any], some: KLForwardRows[A
     if not entries * count:
         return
     arrays = (rows.kl, rows.teacher_lse, rows.student_lse, rows.moments, some.moments)
-    pointers = [describe("rows", x).ptr for x in arrays]
+    pointers = FRAMEWORKS[like.framework].addresses(arrays)
     data = JOIN_STATES.packer.pack(entries, count, shape[axis] * each, where.start * each, *pointers)
     packed = (ctypes.c_char * len(data)).from_buffer_copy(data)
     parameters = ctypes.c_void_p(ctypes.addressof(packed))

@@ -124,6 +124,11 @@ class TorchRanks(Known):
         return wait
 
 
+GROUPS = 16
+_known: dict[Any, TorchRanks] = {}
+"""By process group, those of the last calls."""
+
+
 def ranks_of_torch(group: Any) -> TorchRanks:
     """Of a process group, of one dimension of a device mesh, or of all processes."""
     if not dist.is_available() or not dist.is_initialized():
@@ -131,7 +136,7 @@ def ranks_of_torch(group: Any) -> TorchRanks:
             "no process group: call torch.distributed.init_process_group in every process, or start them by torchrun"
         )
     if group is None:
-        return TorchRanks(dist.group.WORLD)
+        group = dist.group.WORLD
     if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ValueError(
@@ -144,7 +149,12 @@ def ranks_of_torch(group: Any) -> TorchRanks:
             f"group is {a_kind_of(group)}; allowed are a torch.distributed process group of which this process is one, "
             f"a dimension of a DeviceMesh, and None for all processes"
         )
-    return TorchRanks(group)
+    found = _known.get(group)
+    if found is None:
+        while len(_known) >= GROUPS:
+            _known.pop(next(iter(_known)), None)
+        found = _known[group] = TorchRanks(group)
+    return found
 
 
 class _Rows(torch.autograd.Function):
