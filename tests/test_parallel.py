@@ -192,7 +192,7 @@ def test_keys_that_nobody_sees_do_not_travel(rng: np.random.Generator) -> None:
     found = LocalWorld(4).run(rank_of)
     assert sorted(moved) == sorted(2 * [(rank, rank + 1, 5) for rank in range(3)])
     wanted = streamkl_cupy.attention_kl(*full, causal=True, window=(5, 0))
-    np.testing.assert_allclose(np.concatenate(found, 2), wanted, rtol=1e-12)
+    np.testing.assert_allclose(np.concatenate(found, 2), wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_calls_alike_agree_once(rng: np.random.Generator) -> None:

@@ -17,9 +17,10 @@ from .engine import KEYS, NAMES, QUERIES
 from .job import Job, heads_of, named, parts_of, saved_rows
 from .joining import joined
 from .library import at
+from .ranks import Fork
 
 Arriving = Callable[[], list[Any]]
-"""Teacher and student keys of a rank; call for them."""
+"""Teacher and student keys of a rank, or nothing where no row sees them; call for them, and to let go what was sent."""
 
 
 def _steps(job: Job) -> Iterator[tuple[int, int]]:
@@ -39,13 +40,12 @@ def _start(job: Job, keys: Sequence[Any]) -> list[tuple[int, Arriving]]:
             room = [job.library.empty(x, job.extended(x, theirs.stop - theirs.start), x.dtype) for x in keys]
         sent = [] if mine is None else [job.cut(x, mine) for x in keys]
         arrived = job.ranks.post({target: sent} if sent else {}, {source: room} if room else {})
-        if theirs is not None:
-            coming.append((source, _of(arrived, source)))
+        coming.append((source, _of(arrived, source)))
     return coming
 
 
 def _of(arrived: Callable[[], dict[int, list[Any]]], source: int) -> Arriving:
-    return lambda: arrived()[source]
+    return lambda: arrived().get(source, [])
 
 
 def _there(keys: list[Any]) -> Arriving:
@@ -62,16 +62,21 @@ def forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
         now = coming
         if i + 1 < len(parts):
             coming = _start(parts[i + 1][0], [parts[i + 1][1][k] for k in KEYS])
+        fork = job.ranks.fork(arrays[0])
         first, *others = part.layers(part.rows[rank], part.keys[rank])
         rows = part.computed(first, arrays)
-        for piece in itertools.chain(*others):
-            rows = joined(part, rows, part.engine.forward(part.as_call(arrays, piece)), piece.rows)
-        for source, arrive in now:
-            keys = arrive()
-            kept += keys
-            for piece, operands in _pieces(part, arrays, source, keys):
-                some = part.engine.forward(piece.call._replace(operands=operands))
-                rows = joined(part, rows, some, piece.rows)
+        # Of each layer and shard what it adds to which rows: nobody waits for anybody before all are launched.
+        more = [(x.rows, part.engine.forward(part.as_call(arrays, x))) for x in itertools.chain(*others)]
+        for (source, arrive), lane in zip(now, itertools.cycle((fork, Fork()))):
+            with lane:
+                if not (keys := arrive()):
+                    continue
+                kept += keys
+                for piece, operands in _pieces(part, arrays, source, keys):
+                    more.append((piece.rows, part.engine.forward(piece.call._replace(operands=operands))))
+        fork.join()
+        for where, some in more:
+            rows = joined(part, rows, some, where)
         found.append(KLForwardRows(rows.kl, rows.teacher_lse, rows.student_lse))
     if len(found) == 1:
         return found[0], tuple(kept)
@@ -104,15 +109,14 @@ class Sums:
         before = self._parts.get(key)
         self._parts[key] = x if before is None else library.add(before, (), x)
 
-    def total(self, like: Any, size: int) -> Any:
-        """All of it: `size` rows or keys of arrays like one."""
-        job, library = self._job, self._job.library
-        out = self._parts.pop((0, size), None)
-        if out is None:
-            out = library.full(like, job.extended(like, size), job.sum_dtype(like))
-        for (start, stop), x in self._parts.items():
-            out = library.add(out, at(job.axes.rows, slice(start, stop)), x)
-        return out
+    def total(self, like: Any, size: int, *others: Sums) -> tuple[Any, list[tuple[tuple[Any, ...], Any]]]:
+        """All of it, and of the others: `size` rows or keys of arrays like one, and what is to be added to parts."""
+        job, parts = self._job, [x for sums in (self, *others) for x in sums._parts.items()]
+        whole = next((x for key, x in parts if key == (0, size)), None)
+        rest = [(at(job.axes.rows, slice(*key)), x) for key, x in parts if x is not whole]
+        if whole is None:
+            whole = job.library.full(like, job.extended(like, size), job.sum_dtype(like))
+        return whole, rest
 
 
 def backward(
@@ -142,9 +146,8 @@ def _kept(job: Job, left: list[Any]) -> list[tuple[int, Arriving]]:
     """What a forward has brought, in its order."""
     found = []
     for source, _ in _steps(job):
-        if job.seen(job.ranks.rank, source) is not None:
-            keys = [left.pop(0) for _ in KEYS]
-            found.append((source, _there(keys)))
+        seen = job.seen(job.ranks.rank, source) is not None
+        found.append((source, _there([left.pop(0) for _ in KEYS] if seen else [])))
     return found
 
 
@@ -157,39 +160,49 @@ def _gradients(
 ) -> dict[int, Any]:
     rank, axis, library = job.ranks.rank, job.axes.rows, job.library
     wrt, keys = tuple(NAMES[k] for k in wanted), [k for k in wanted if k in KEYS]
-    of_queries = {k: Sums(job) for k in wanted if k in QUERIES}
+    fork = job.ranks.fork(arrays[0])
+    # Launches take turns on two lanes, each with sums of its own, and the last of them is that of the own keys.
+    lanes = [(Fork(), {k: Sums(job) for k in wanted}), (fork, {k: Sums(job) for k in wanted})]
 
-    def launch(piece: Any, operands: tuple[Any, ...], of_keys: dict[int, Sums]) -> None:
+    def launch(piece: Any, operands: tuple[Any, ...], sums: dict[int, Sums]) -> None:
         rows = tuple(None if x is None else job.cut(x, piece.rows) for x in saved)
         grads = job.engine.backward(rows, piece.call._replace(operands=operands), wrt)
         for k in wanted:
-            if k in QUERIES:
-                of_queries[k].add(piece.rows, grads[k])
-            else:
-                of_keys[k].add(piece.keys, grads[k])
+            sums[k].add(piece.rows if k in QUERIES else piece.keys, grads[k])
 
     posted = []
     for source, target in _steps(job):
-        theirs, mine, sent = job.seen(rank, source), job.seen(target, rank), []
-        if theirs is not None:
-            sums = {k: Sums(job) for k in keys}
-            for piece, operands in _pieces(job, arrays, source, coming[source]()):
-                launch(piece, operands, sums)
-            sent = [sums[k].total(arrays[k], theirs.stop - theirs.start) for k in keys]
-        room = []
-        if mine is not None:
-            like = [arrays[k] for k in keys]
-            room = [library.empty(x, job.extended(x, mine.stop - mine.start), job.sum_dtype(x)) for x in like]
-        if keys:
-            post = job.ranks.post({source: sent} if sent else {}, {target: room} if room else {})
-            posted.append((target, mine, post))
-    own = {k: Sums(job) for k in keys}
-    for piece in job.calls(job.rows[rank], job.keys[rank]):
-        launch(piece, job.arrays(arrays, piece), own)
-    found = {k: x.total(arrays[k], arrays[k].shape[axis]) for k, x in (of_queries | own).items()}
-    for target, mine, post in posted:
-        arrived = post()
-        if mine is not None:
-            for k, x in zip(keys, arrived[target], strict=True):
-                found[k] = library.add(found[k], at(axis, mine), x)
-    return {k: library.cast(x, arrays[k].dtype) for k, x in found.items()}
+        mine, sent, room = job.seen(target, rank), [], []
+        lane, sums = lanes[0]
+        with lane:
+            if found := coming[source]():
+                here = sums | {k: Sums(job) for k in keys}
+                for piece, operands in _pieces(job, arrays, source, found):
+                    launch(piece, operands, here)
+                sent = [_sum(job, here[k], arrays[k], found[0].shape[axis]) for k in keys]
+                lanes.reverse()
+            if mine is not None:
+                like = [arrays[k] for k in keys]
+                room = [library.empty(x, job.extended(x, mine.stop - mine.start), job.sum_dtype(x)) for x in like]
+            if keys:
+                post = job.ranks.post({source: sent} if sent else {}, {target: room} if room else {})
+                posted.append((target, mine, post))
+    lane, sums = lanes[0]
+    with lane:
+        for piece in job.calls(job.rows[rank], job.keys[rank]):
+            launch(piece, job.arrays(arrays, piece), sums)
+    fork.join()
+    arrived = [(mine, dict(zip(keys, post().get(target, [])))) for target, mine, post in posted]
+    grads = {}
+    for k in wanted:
+        whole, parts = sums[k].total(arrays[k], arrays[k].shape[axis], lanes[1][1][k])
+        if k in KEYS:
+            parts += [(at(axis, mine), xs[k]) for mine, xs in arrived if mine is not None]
+        grads[k] = library.settled(whole, parts, arrays[k].dtype)
+    return grads
+
+
+def _sum(job: Job, sums: Sums, like: Any, size: int) -> Any:
+    """In float32, to be sent."""
+    whole, parts = sums.total(like, size)
+    return job.library.settled(whole, parts, whole.dtype)

@@ -72,6 +72,20 @@ class Library:
         out[index] += x if self.name == "torch" else self.cast(x, out.dtype)
         return out
 
+    def settled(self, x: Any, parts: Sequence[tuple[tuple[Any, ...], Any]], dtype: Any) -> Any:
+        """What parts add to an array of sums, in their order, rounded once; the array may be written to."""
+        if self.name != "torch" or not parts or x.dtype == dtype:
+            for index, part in parts:
+                x = self.add(x, index, part)
+            return self.cast(x, dtype)
+        *first, (index, last) = parts
+        for at_, part in first:
+            x[at_] += part
+        whole = last.shape == x.shape
+        out = self.xp.empty(x.shape, dtype=dtype, device=x.device) if whole else x.to(dtype)
+        self.xp.add(x[index], last, out=out[index])
+        return out
+
     def clipped(self, x: Any, low: int, high: int) -> Any:
         """int32, contiguous, as kernels read lengths."""
         found = x.clip(low, high)

@@ -27,6 +27,8 @@ from .traffic import traffic
 STATE_DIVERGENCES = ("kl",)
 """Those whose states of rows merge."""
 LIMIT = 256
+MOST_RUNS = 4
+"""Of a rank whose keys are used shard by shard."""
 _POSITIONAL = ("causal", "q_offset", "window", "block_mask")
 _COMPARED = ("shapes and dtypes", "options", "masks", "strategy", "ownership", "gradients")
 
@@ -175,15 +177,17 @@ def planned(rank: int, size: int, inputs: Sequence[Any], call: Plain, asked: Ask
     ranks: Any = Anyone(rank, size)
     library = Library("numpy")
     posts = not any(type(x).__module__.partition(".")[0].startswith("jax") for x in inputs)
-    early = posts and _early(size, inputs, call, strategy)
+    early = posts and _early(inputs, call, strategy, owners)
     return Job(ranks, Launching(), library, whole, *owners, axes, strategy, groups, early), why
 
 
-def _early(size: int, inputs: Sequence[Any], call: Plain, strategy: str) -> bool:
+def _early(inputs: Sequence[Any], call: Plain, strategy: str, owners: tuple[tuple[Runs, ...], ...]) -> bool:
     """Whether keys are gathered shard by shard. From float32 keys one call takes what all of them share, and no call on
-    some of them may; patterns and packed sequences are cut for all keys at once."""
+    some of them may; patterns and packed sequences are cut for all keys at once, and scattered positions make many
+    calls of shards."""
     return (
-        size > 1
+        len(owners[0]) > 1
+        and max(len(runs) for side in owners for runs in side) <= MOST_RUNS
         and strategy == "all_gather"
         and call.options.divergence in STATE_DIVERGENCES
         and call.options.block_mask is None
@@ -196,7 +200,7 @@ def _job(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, axes:
     rows, keys = (sum(map(length, x)) for x in (agreed.rows, agreed.keys))
     whole = Whole(rows, keys, call.options, call.masks, call.given).read()
     library = Library(library_of("student_q", inputs[2]))
-    early = ranks.posts and _early(ranks.size, inputs, call, agreed.strategy)
+    early = ranks.posts and _early(inputs, call, agreed.strategy, (agreed.rows, agreed.keys))
     return Job(ranks, engine, library, whole, agreed.rows, agreed.keys, axes, agreed.strategy, agreed.groups, early)
 
 

@@ -13,7 +13,7 @@ from ..arguments import a_kind_of
 from ..results import KLForwardRows
 from .engine import NAMES
 from .job import Job
-from .ranks import Known, Pending
+from .ranks import Fork, Known, Pending
 from .strategies import TABLE
 
 # Renamed in torch 2.13.
@@ -28,6 +28,9 @@ class TorchRanks(Known):
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
         self.key = (group.group_name, self.rank, self.size)
+        # Types of devices whose sends and receives must go together.
+        self._together = {device for device, backend in self._backends().items() if backend == "nccl"}
+        self._lanes: dict[torch.device, Any] = {}
 
     def all_gather(self, x: Tensor) -> Pending:
         # Gathered along the first axis: some backends know no other way.
@@ -38,21 +41,35 @@ class TorchRanks(Known):
     def post(
         self, sent: Mapping[int, Sequence[Tensor]], room: Mapping[int, Sequence[Tensor]]
     ) -> Callable[[], dict[int, list[Tensor]]]:
-        # Tags tell them apart where a backend has no order.
-        ops = [self._p2p(dist.isend, x.contiguous(), to, tag) for to, xs in sent.items() for tag, x in enumerate(xs)]
-        ops += [self._p2p(dist.irecv, x, source, tag) for source, xs in room.items() for tag, x in enumerate(xs)]
-        works = dist.batch_isend_irecv(ops) if ops else []
+        # What torch.distributed.batch_isend_irecv does, which costs the host as much again.
+        group, works = self._group, []
+        away = [(to, tag, x.contiguous()) for to, xs in sent.items() for tag, x in enumerate(xs)]
+        here = [(source, tag, x) for source, xs in room.items() for tag, x in enumerate(xs)]
+        if away or here:
+            device = (away or here)[0][2].device
+            together = device.type in self._together
+            if together:
+                group._start_coalescing(device)
+            # Tags tell them apart where a backend has no order.
+            works = [group.send([x], to, tag) for to, tag, x in away]
+            works += [group.recv([x], source, tag) for source, tag, x in here]
+            if together:
+                works = [group._end_coalescing(device)]
 
         def wait() -> dict[int, list[Tensor]]:
             while works:
                 works.pop().wait()
-            ops.clear()  # what was sent is let go, but not before it has gone
+            away.clear()  # what was sent is let go, but not before it has gone
             return {source: list(xs) for source, xs in room.items()}
 
         return wait
 
-    def _p2p(self, what: Any, x: Tensor, peer: int, tag: int) -> Any:
-        return dist.P2POp(what, x, dist.get_global_rank(self._group, peer), self._group, tag)
+    def fork(self, like: Tensor) -> Fork:
+        if not like.is_cuda:
+            return Fork()
+        if like.device not in self._lanes:
+            self._lanes[like.device] = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
+        return _Lane(self._lanes[like.device])
 
     def reduce_scatter(self, x: Tensor) -> Pending:
         out = x.new_empty(x.shape[1:])
@@ -72,20 +89,8 @@ class TorchRanks(Known):
 
     def shift(self, xs: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
         after, before = ((self.rank + step) % self.size for step in (1, -1))
-        sent = [x.contiguous() for x in xs]
-        out = [torch.empty_like(x) for x in sent]
-        # Tags tell them apart where a backend has no order.
-        ops = [self._p2p(dist.isend, x, after, tag) for tag, x in enumerate(sent)]
-        ops += [self._p2p(dist.irecv, x, before, tag) for tag, x in enumerate(out)]
-        works = dist.batch_isend_irecv(ops)
-
-        def wait() -> tuple[Tensor, ...]:
-            for work in works:
-                work.wait()
-            del sent[:]  # not before they have gone
-            return tuple(out)
-
-        return wait
+        arrived = self.post({after: xs}, {before: [torch.empty_like(x) for x in xs]})
+        return lambda: tuple(arrived()[before])
 
     def exchange(self, numbers: Sequence[int], like: Tensor) -> list[list[int]]:
         device = like.device if isinstance(like, Tensor) and self._takes(like.device) else self._device()
@@ -122,6 +127,28 @@ class TorchRanks(Known):
             return out
 
         return wait
+
+
+class _Lane(Fork):
+    """A second stream of a GPU, whose kernels start where those of the caller's stream leave multiprocessors idle.
+
+    Memory that was allocated for it is given back to it, and it begins by waiting for the caller's stream, which has
+    joined it before: so nothing has to be recorded.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._caller = stream, torch.cuda.current_stream(stream.device)
+        stream.wait_stream(self._caller)
+        self._inside = torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self._inside.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self._inside.__exit__(*error)
+
+    def join(self) -> None:
+        self._caller.wait_stream(self._stream)
 
 
 GROUPS = 16
