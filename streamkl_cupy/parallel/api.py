@@ -13,7 +13,7 @@ from typing import Any
 
 from ..arguments import a_kind_of, choice
 from ..call import runner_for
-from ..frameworks import describe
+from ..frameworks import describe, is_standin
 from ..ops import ATTENTION_KL
 from ..options import REDUCTIONS
 from ..problem import STUDENT
@@ -368,11 +368,15 @@ def plan(
     longest = (max(map(length, job.rows)), max(map(length, job.keys)))
     pieces = job.pieces(rank)
     blocks = tuple((within(rows, x.rows), within(keys, x.keys)) for x, rows, keys in pieces)
-    moved = traffic("early" if job.early else job.strategy, inputs, longest, size, job.axes.rows, wrt)
-    if job.strategy == "all_gather" and not job.early and moved.sums:  # what a launch leaves, and sums that are sent
+    kind = "early" if job.early else job.strategy
+    moved = traffic(kind, inputs, longest, size, job.axes.rows, wrt, job.groups)
+    if kind == "all_gather" and moved.sums:  # what a launch leaves, and the sums that are sent
         each = moved.sums // (2 * size * longest[1])
         most = max((x.keys.stop - x.keys.start for x, _, _ in pieces), default=0)
         moved = replace(moved, sums=each * (most + size * longest[1]))
+    if not is_standin("student_q", student_q) and (device := describe("student_q", student_q).device).kind == "cuda":
+        asked = [runner_for(x.problem(device)).backward_bytes(wrt) for x in job.stand_ins(rank, inputs)]
+        moved = replace(moved, workspace=sum(sorted(asked)[-2 if job.early else -1 :]))  # of each stream one
     return ShardingPlan(rank, size, job.strategy, why, job.groups, moved, wrt, blocks)
 
 

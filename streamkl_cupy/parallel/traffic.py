@@ -27,6 +27,8 @@ class Traffic:
     """Held: what was gathered, or exchanged."""
     sums: int
     """Held in a backward: gradients in float32 on their way."""
+    workspace: int = 0
+    """Held in a backward: what kernels ask for, of arrays on a GPU; 0 of others."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class ShardingPlan:
             f"rank {self.rank} of {self.size}: {self.strategy} ({self.why}){groups}",
             f"  receives {moved.forward:,} B for rows, {moved.backward:,} B for gradients of {', '.join(self.wrt)}",
             f"  holds {moved.gathered:,} B of what is gathered, {moved.sums:,} B of gradients in float32 beside shards "
-            f"and gradients",
+            f"and gradients" + (f", {moved.workspace:,} B of workspaces" if moved.workspace else ""),
             *(f"  rows {_spelled(q)} x keys {_spelled(k)}" for q, k in self.blocks),
         ]
         return "\n".join(lines)
@@ -67,9 +69,16 @@ def itemsize(x: Any) -> int:
 
 
 def traffic(
-    strategy: str, inputs: Sequence[Any], longest: tuple[int, int], size: int, axis: int, wrt: Sequence[str]
+    strategy: str,
+    inputs: Sequence[Any],
+    longest: tuple[int, int],
+    size: int,
+    axis: int,
+    wrt: Sequence[str],
+    groups: int = 1,
 ) -> Traffic:
-    """Of shards as long as the longest: `longest` rows and keys."""
+    """Of shards as long as the longest: `longest` rows and keys, whose key heads go in so many groups. A strategy
+    "early" is "all_gather" shard by shard."""
     if size == 1:
         return Traffic(0, 0, 0, 0)
 
@@ -82,8 +91,11 @@ def traffic(
     q, k = (sum(elements(i) * itemsize(inputs[i]) for i in side) for side in (QUERIES, KEYS))
     q_sums, k_sums = (4 * sum(elements(i) for i in side if NAMES[i] in wrt) for side in (QUERIES, KEYS))
     rows = elements(2) // inputs[2].shape[-1] if inputs[2].shape[-1] else 0
-    if strategy == "early":  # of keys those of others, and sums of a rank's own, sent and received; of queries two
-        return Traffic(others * k, others * k_sums, others * k, (2 * others + 1) * k_sums + 2 * q_sums)
+    if strategy == "early":
+        # Sums of keys that are the rank's own, sent and received. Of queries a sum on each of two streams, and with
+        # several others, of whom half have keys for half of the rows, those of these.
+        sums = (2 * others + 1) * k_sums + (2 if size == 2 else 3) * q_sums
+        return Traffic(others * k, others * k_sums, others * k, sums // groups)
     if strategy == "all_gather":
         return Traffic(others * k, others * k_sums, size * k, 2 * size * k_sums)
     if strategy == "all_gather_queries":
