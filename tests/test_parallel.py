@@ -17,6 +17,9 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import parallel, patterns
+from streamkl_cupy.compiler import nvrtc
+from streamkl_cupy.kernels import join_states
+from streamkl_cupy.kernels.gpus import GPUS
 from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import parse
 from streamkl_cupy.parallel import KLState, LocalWorld, Ownership, finish_kl_state, merge_kl_states, positions, shard
@@ -171,6 +174,14 @@ def test_calls_of_shards_are_few() -> None:
         ((rows, keys, call),) = whole.cut(owned[q], owned[k])
         assert call == ({"causal": True, "q_offset": 0} if q == k else {})
         assert (rows, keys) == (slice(8 if q < k else 0, 16), slice(0, 8 if q > k else 16))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_kernel_that_joins_rows_compiles(arch: str) -> None:
+    pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
+    kernel = join_states.plan(GPUS[arch])
+    built = nvrtc.build(kernel.text, kernel.arch)
+    assert (built.spill_bytes, built.notes) == (0, ())
 
 
 def test_keys_that_nobody_sees_do_not_travel(rng: np.random.Generator) -> None:
