@@ -84,6 +84,15 @@ def torch_ranks(rank: int, port: int, seed: int) -> None:
         check(None, 3, "mean", strategy=strategy)
     check(None, 3, "none", strategy="all_gather", ownership="contiguous", keep_gathered=False, head_groups=3)
     check(None, 3, "sum", through=lambda f, *x: checkpoint(f, *x, use_reentrant=False))
+    # Any other operation, with keys that are gathered.
+    leaves = [x.clone().requires_grad_() for x in (full[0], full[1], full[3])]
+    skl.sparse_attention(*leaves, causal=True).square().sum().backward()
+    mine = [cp.shard(x.detach(), 2, rank, 3, "contiguous").requires_grad_() for x in leaves]
+    keys = [cp.gather(x, 2, ownership="contiguous") for x in mine[1:]]
+    first = int(cp.positions(53, 3, "contiguous")[rank][0])
+    skl.sparse_attention(mine[0], *keys, causal=True, q_offset=first).square().sum().backward()
+    for name, x, leaf in zip("qkv", mine, leaves):
+        close(f"gather {name}", x.grad, cp.shard(leaf.grad, 2, rank, 3, "contiguous"))
     full = made
     check(None, 3, "mean")
     if rank < 2:

@@ -9,6 +9,7 @@ from .api import (
     plan,
     warmup,
 )
+from .gathering import gather
 from .ranks import LocalWorld
 from .shards import Ownership, positions, shard, unshard
 from .states import KLState, finish_kl_state, merge_kl_states
@@ -23,6 +24,7 @@ __all__ = [
     "attention_kl_state",
     "attention_kl_value_and_grad",
     "finish_kl_state",
+    "gather",
     "merge_kl_states",
     "plan",
     "positions",

@@ -358,9 +358,9 @@ def plan(
         >>> print(parallel.plan(q, k, q, k, size=2, causal=True))
         rank 0 of 2: all_gather (keys are 268,435,456 bytes to receive, queries and states of rows 1,115,684,864)
           receives 268,435,456 B for rows, 268,435,456 B for gradients of student_q, student_k
-          holds 536,870,912 B of what is gathered, 1,073,741,824 B of gradients in float32 beside shards and gradients
-          rows 0 to 32,768 x keys 0 to 32,768
-          rows 98,304 to 131,072 x keys 0 to 131,072
+          holds 268,435,456 B of what is gathered, 2,952,790,016 B of gradients in float32 beside shards and gradients
+          rows 0 to 32,768 and 98,304 to 131,072 x keys 0 to 32,768 and 98,304 to 131,072
+          rows 98,304 to 131,072 x keys 32,768 to 98,304
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call, wrt = plain("plan", options), wanted(ATTENTION_KL, wrt)

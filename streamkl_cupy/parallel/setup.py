@@ -149,6 +149,28 @@ def job_of(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, ask
     return _job(ranks, engine, inputs, call, axes, agreed)
 
 
+def agreed_shards(ranks: Ranks, x: Any, axis: int, ownership: Any) -> tuple[Runs, ...]:
+    """Who holds which positions of an array, after all ranks have compared what else it is."""
+    trouble: Exception | None = None
+    numbers = [0] * 3
+    try:
+        ranks.check(x)
+        compared = (*x.shape[:axis], *x.shape[axis + 1 :]), str(x.dtype), axis, _named(ownership)
+        numbers = [1, x.shape[axis], _digest(compared)]
+    except Exception as error:
+        trouble = error
+    table = ranks.exchange(numbers, x)
+    if trouble is not None:
+        raise trouble
+    if others := [rank for rank, row in enumerate(table) if row[0] * row[2] != table[0][0] * table[0][2]]:
+        raise ValueError(
+            f"shards differ between rank 0 and {listed([f'rank {r}' for r in others])} in more than their length; all "
+            f"ranks of a group call with the same. Here, on rank {ranks.rank}: {compared}"
+        )
+    lengths = [row[1] for row in table]
+    return _owners(ownership, lengths, lengths)[1]
+
+
 def job_without_exchange(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked) -> Job:
     """The same where all ranks run one program, so that shapes and options are equal."""
     axes = _axes(inputs, call)

@@ -13,7 +13,9 @@ from ..arguments import a_kind_of
 from ..results import KLForwardRows
 from .engine import NAMES
 from .job import Job
+from .moving import gathered, scattered
 from .ranks import Fork, Known, Pending
+from .shards import Runs
 from .strategies import TABLE
 
 # Renamed in torch 2.13.
@@ -220,6 +222,28 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """Everybody's shards as one, whose gradient goes back to where they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TorchRanks, axis: int, owners: tuple[Runs, ...]) -> Tensor:
+        ctx.job = ranks, axis, owners
+        found: Tensor = gathered(ranks, x, axis, owners)
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ranks, axis, owners = ctx.job
+        return scattered(ranks, grad, axis, owners), None, None, None
+
+
+def gathered_by_autograd(ranks: Any, x: Tensor, axis: int, owners: tuple[Runs, ...]) -> Tensor:
+    """Everybody's shards as one, with the derivative."""
+    found: Tensor = _Gather.apply(x, ranks, axis, owners)  # type: ignore[no-untyped-call]
+    return found
 
 
 def rows(job: Job, inputs: Sequence[Tensor], keep: bool) -> tuple[Tensor, Tensor, Tensor]:
