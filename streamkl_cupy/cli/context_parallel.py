@@ -1,8 +1,9 @@
 """`python -m streamkl_cupy bench --op context_parallel`: sharded calls on the GPUs of this host, beside one GPU.
 
 Every strategy and both ownerships take turns in one run, causal, bfloat16, D = 128; the backward is of both student
-gradients, through autograd. Times are medians of the slowest rank. Each row is compared with one GPU too: the largest
-difference of a value, and the student's key gradients by relative L2 norm.
+gradients, through autograd. Times are medians of the slowest rank. Beside them is what can be written by hand over
+torch.distributed and the plain operation. Each row is compared with one GPU too: the largest difference of a value, and
+the student's key gradients by relative L2 norm.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import csv
 import importlib
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +27,8 @@ from .values import results
 SHAPES = ((8, 8, 32768), (8, 8, 131072), (32, 8, 32768), (8, 2, 262144))
 DIM = 128
 REPEATS = 3
+LONG = 20.0
+"""Milliseconds from which one call of a turn is enough."""
 
 
 class Case(NamedTuple):
@@ -49,7 +53,7 @@ CASES = (
 FIELDS = (
     *("heads", "key_heads", "tokens", "ranks", "strategy", "ownership", "head_groups"),
     *("forward_ms", "backward_ms", "forward_times_one", "backward_times_one", "forward_bytes", "backward_bytes"),
-    *("forward_peak_bytes", "backward_peak_bytes", "kl_off", "student_k_apart"),
+    *("forward_peak_bytes", "backward_peak_bytes", "kl_off", "student_k_apart", "forward_host_us"),
 )
 
 
@@ -142,6 +146,8 @@ class _Rank:
         calls: list[tuple[Callable[[], Any], Callable[[], Any]]] = [(forward, backward)]
         blank = dict.fromkeys(FIELDS)
         found = [blank | dict(zip(FIELDS, (*shape, 1, "one GPU")))]
+        found.append(blank | dict(zip(FIELDS, (*shape, self.size, "by hand", "zigzag"))))
+        calls.append(self._by_hand(full))
         for case in cases:
             row, *pair = self._case(case, full, whole.kl, student_k)
             found.append(blank | dict(zip(FIELDS, (*shape, self.size, *case))) | row)
@@ -155,6 +161,44 @@ class _Rank:
             for name in ("forward", "backward"):
                 row[f"{name}_times_one"] = found[0][f"{name}_ms"] / row[f"{name}_ms"]
         return found
+
+    def _by_hand(self, full: Sequence[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """Keys gathered and put in order, a call for each of the two chunks, and sums of gradients scattered."""
+        torch, rank, size = self.torch, self.rank, self.size
+        dist, chunks = torch.distributed, (rank, 2 * size - 1 - rank)
+        chunk = full[0].shape[2] // (2 * size)
+        queries = [[x[:, :, i * chunk : (i + 1) * chunk].contiguous() for x in full[::2]] for i in chunks]
+        mine = [parallel.shard(x, 2, rank, size).contiguous() for x in full[1::2]]
+        ones = torch.ones(1, full[0].shape[1], chunk, device="cuda")
+
+        def gathered(x: Any) -> Any:
+            out = torch.empty(size, *x.shape, device="cuda", dtype=x.dtype)
+            dist.all_gather_into_tensor(out, x)
+            return parallel.unshard(list(out), 2)
+
+        def forward() -> Any:
+            teacher_k, student_k = map(gathered, mine)
+            rows = [
+                attention_kl_forward(q_t, teacher_k, q_s, student_k, causal=True, q_offset=i * chunk)
+                for i, (q_t, q_s) in zip(chunks, queries)
+            ]
+            return teacher_k, student_k, rows
+
+        teacher_k, student_k, rows = forward()
+
+        def backward() -> Any:
+            total, of_queries = None, []
+            for i, (q_t, q_s), saved in zip(chunks, queries, rows):
+                options = {"saved": saved, "causal": True, "q_offset": i * chunk}
+                grads = attention_kl_backward(ones, q_t, teacher_k, q_s, student_k, **options)
+                of_queries.append(grads.student_q)
+                total = grads.student_k.float() if total is None else total.add_(grads.student_k)
+            sent = torch.stack([parallel.shard(total, 2, i, size) for i in range(size)])
+            out = torch.empty_like(sent[0])
+            dist.reduce_scatter_tensor(out, sent)
+            return of_queries, out.to(student_k.dtype)
+
+        return forward, backward
 
     def _case(self, case: Case, full: Sequence[Any], kl: Any, student_k: Any) -> tuple[dict[str, Any], Any, Any]:
         """What does not take time of a case, and its two calls."""
@@ -185,13 +229,14 @@ class _Rank:
             "backward_peak_bytes": self._peak(backward),
             "kl_off": float(worst[0]),
             "student_k_apart": float(worst[1]),
+            "forward_host_us": self._host(forward),
         }
         return row, forward, backward
 
     def _clock(self, call: Callable[[], Any]) -> float:
-        """Milliseconds of the slowest rank, the median of three after one."""
-        torch, times = self.torch, []
-        for _ in range(4):
+        """Milliseconds of the slowest rank after one call: the median of three, or of a long one the first."""
+        torch, times = self.torch, list[float]()
+        while len(times) < (2 if times and times[0] > LONG else 4):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.distributed.barrier()
             torch.cuda.synchronize()
@@ -199,10 +244,22 @@ class _Rank:
             call()
             end.record()
             torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        slowest = torch.tensor(sorted(times[1:])[1], device="cuda")
-        torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
-        return float(slowest)
+            slowest = torch.tensor(start.elapsed_time(end), device="cuda")
+            torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
+            times.append(float(slowest))
+        return float(np.median(times[1:]))
+
+    def _host(self, call: Callable[[], Any]) -> float:
+        """Microseconds of the host, of a call that finds an idle GPU: the median of five."""
+        times = []
+        for _ in range(5):
+            self.torch.distributed.barrier()
+            self.torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - start))
+        self.torch.cuda.synchronize()
+        return float(np.median(times))
 
     def _peak(self, call: Callable[[], Any]) -> int:
         """Bytes that a call takes at most, beyond what there was."""

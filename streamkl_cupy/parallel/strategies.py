@@ -11,6 +11,7 @@ shards.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from .early import backward as early_backward
 from .early import forward as early_forward
 from .engine import KEYS, QUERIES
 from .job import Job, heads_of, named, parts_of, ready, saved_rows, some_heads, whole_runs
+from .joining import joined
 from .ranks import Pending
 from .shards import Runs, in_order
 from .states import KLState, finish_kl_state, merge_kl_states
@@ -153,19 +155,22 @@ def _queries_backward(
 
 def _ring_forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
     held = tuple(job.padded(inputs[k], job.keys) for k in KEYS)
-    state: KLState | None = None
+    rows: KLForwardRows[Any] | None = None
     for step in range(job.ranks.size):
         coming = job.ranks.shift(held) if step + 1 < job.ranks.size else None
 
-        def partial(rank: int, step: int = step, held: Any = held, before: Any = state) -> KLState:
-            holder = (rank - step) % job.ranks.size
-            found = job.state([inputs[0], held[0], inputs[2], held[1]], job.rows[rank], job.keys[holder])
-            return found if before is None else merge_kl_states(before, found)
+        def further(rank: int, step: int = step, held: Any = held, before: Any = rows) -> KLForwardRows[Any]:
+            arrays = [inputs[0], held[0], inputs[2], held[1]]
+            first, *others = job.layers(job.rows[rank], job.keys[(rank - step) % job.ranks.size])
+            found = job.computed(first, arrays) if before is None else before
+            for piece in itertools.chain(*(others if before is None else (first, *others))):
+                found = joined(job, found, job.engine.forward(job.as_call(arrays, piece)), piece.rows)
+            return found
 
-        state = job.ranks.here(partial)
+        rows = job.ranks.here(further)
         held = coming() if coming else held
-    assert state is not None
-    return KLForwardRows(*finish_kl_state(state)), None
+    assert rows is not None
+    return KLForwardRows(rows.kl, rows.teacher_lse, rows.student_lse), None
 
 
 def _ring_backward(
