@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..results import KLForwardRows
 from .engine import KEYS, NAMES, QUERIES
-from .job import Job, heads_of, named, parts_of, saved_rows
+from .job import Job, Piece, heads_of, named, parts_of, saved_rows
 from .joining import joined
 from .library import at
 from .ranks import Fork
@@ -23,24 +23,50 @@ Arriving = Callable[[], list[Any]]
 """Teacher and student keys of a rank, or nothing where no row sees them; call for them, and to let go what was sent."""
 
 
-def _steps(job: Job) -> Iterator[tuple[int, int]]:
-    """By steps, whose keys a rank brings, and who brings its own."""
-    rank, size = job.ranks.rank, job.ranks.size
-    for step in range(1, size):
-        yield (rank - step) % size, (rank + step) % size
+class Step(NamedTuple):
+    """What a rank brings and gives in one of size - 1 steps."""
+
+    source: int
+    """Whose keys it brings."""
+    target: int
+    """Who brings its own."""
+    theirs: slice | None
+    """What its rows see of the source's keys."""
+    mine: slice | None
+    """What the target's rows see of its own."""
+    pieces: tuple[Piece, ...]
+    """Its calls on what it brings."""
 
 
-def _start(job: Job, keys: Sequence[Any]) -> list[tuple[int, Arriving]]:
+def steps(job: Job) -> tuple[Step, ...]:
+    """Of this rank, in their order."""
+
+    def found() -> Iterator[Step]:
+        rank, size = job.ranks.rank, job.ranks.size
+        for i in range(1, size):
+            source, target = (rank - i) % size, (rank + i) % size
+            theirs = job.seen(rank, source)
+            first = 0 if theirs is None else theirs.start
+            pieces = [
+                x._replace(keys=slice(x.keys.start - first, x.keys.stop - first))
+                for x in job.calls(job.rows[rank], job.keys[source])
+            ]
+            yield Step(source, target, theirs, job.seen(target, rank), tuple(pieces))
+
+    return job.known("steps", lambda: tuple(found()))
+
+
+def _start(job: Job, keys: Sequence[Any]) -> list[Arriving]:
     """Start to bring what the rank's rows see of the others' keys."""
-    rank, coming = job.ranks.rank, []
-    for source, target in _steps(job):
-        theirs, mine = job.seen(rank, source), job.seen(target, rank)
-        room = []
-        if theirs is not None:
-            room = [job.library.empty(x, job.extended(x, theirs.stop - theirs.start), x.dtype) for x in keys]
-        sent = [] if mine is None else [job.cut(x, mine) for x in keys]
-        arrived = job.ranks.post({target: sent} if sent else {}, {source: room} if room else {})
-        coming.append((source, _of(arrived, source)))
+    coming = []
+    for step in steps(job):
+        room, sent = {}, {}
+        if step.theirs is not None:
+            count = step.theirs.stop - step.theirs.start
+            room[step.source] = [job.library.empty(x, job.extended(x, count), x.dtype) for x in keys]
+        if step.mine is not None:
+            sent[step.target] = [job.cut(x, step.mine) for x in keys]
+        coming.append(_of(job.ranks.post(sent, room), step.source))
     return coming
 
 
@@ -67,13 +93,12 @@ def forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
         rows = part.computed(first, arrays)
         # Of each layer and shard what it adds to which rows: nobody waits for anybody before all are launched.
         more = [(x.rows, part.engine.forward(part.as_call(arrays, x))) for x in itertools.chain(*others)]
-        for (source, arrive), lane in zip(now, itertools.cycle((fork, Fork()))):
+        for step, arrive, lane in zip(steps(part), now, itertools.cycle((fork, Fork()))):
             with lane:
-                if not (keys := arrive()):
-                    continue
-                kept += keys
-                for piece, operands in _pieces(part, arrays, source, keys):
-                    more.append((piece.rows, part.engine.forward(piece.call._replace(operands=operands))))
+                if keys := arrive():
+                    kept += keys
+                    here = (arrays[0], keys[0], arrays[2], keys[1])
+                    more += [(x.rows, part.engine.forward(part.as_call(here, x))) for x in step.pieces]
         fork.join()
         for where, some in more:
             rows = joined(part, rows, some, where)
@@ -83,16 +108,6 @@ def forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
     assert job.axes.heads is not None
     heads = [job.library.joined(x, job.axes.heads) for x in zip(*(x[:3] for x in found))]
     return KLForwardRows(*heads), tuple(kept)
-
-
-def _pieces(job: Job, arrays: Sequence[Any], source: int, keys: Sequence[Any]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The calls on the rank's rows and on what has come of a shard of keys, with their operands."""
-    rank = job.ranks.rank
-    there = job.seen(rank, source)
-    assert there is not None
-    for piece in job.calls(job.rows[rank], job.keys[source]):
-        moved = piece._replace(keys=slice(piece.keys.start - there.start, piece.keys.stop - there.start))
-        yield moved, job.arrays([arrays[0], keys[0], arrays[2], keys[1]], moved)
 
 
 class Sums:
@@ -134,7 +149,7 @@ def backward(
         some = saved
         if heads is not None and len(parts) > 1:
             some = [None if x is None else heads_of(x, heads, i, len(parts)) for x in saved]
-        found.append(_gradients(part, some, arrays, dict(now), wanted))
+        found.append(_gradients(part, some, arrays, now, wanted))
     outs: list[Any] = [None] * len(NAMES)
     for k in wanted:
         pieces = [x[k] for x in found]
@@ -142,20 +157,16 @@ def backward(
     return tuple(outs)
 
 
-def _kept(job: Job, left: list[Any]) -> list[tuple[int, Arriving]]:
+def _kept(job: Job, left: list[Any]) -> list[Arriving]:
     """What a forward has brought, in its order."""
-    found = []
-    for source, _ in _steps(job):
-        seen = job.seen(job.ranks.rank, source) is not None
-        found.append((source, _there([left.pop(0) for _ in KEYS] if seen else [])))
-    return found
+    return [_there([left.pop(0) for _ in KEYS] if step.theirs is not None else []) for step in steps(job)]
 
 
 def _gradients(
     job: Job,
     saved: Sequence[Any],
     arrays: Sequence[Any],
-    coming: dict[int, Arriving],
+    coming: Sequence[Arriving],
     wanted: Sequence[int],
 ) -> dict[int, Any]:
     rank, axis, library = job.ranks.rank, job.axes.rows, job.library
@@ -164,35 +175,35 @@ def _gradients(
     # Launches take turns on two lanes, each with sums of its own, and the last of them is that of the own keys.
     lanes = [(Fork(), {k: Sums(job) for k in wanted}), (fork, {k: Sums(job) for k in wanted})]
 
-    def launch(piece: Any, operands: tuple[Any, ...], sums: dict[int, Sums]) -> None:
+    def launch(piece: Piece, operands: Sequence[Any], sums: dict[int, Sums]) -> None:
         rows = tuple(None if x is None else job.cut(x, piece.rows) for x in saved)
-        grads = job.engine.backward(rows, piece.call._replace(operands=operands), wrt)
+        grads = job.engine.backward(rows, job.as_call(operands, piece), wrt)
         for k in wanted:
             sums[k].add(piece.rows if k in QUERIES else piece.keys, grads[k])
 
     posted = []
-    for source, target in _steps(job):
-        mine, sent, room = job.seen(target, rank), [], []
+    for step, arrive in zip(steps(job), coming):
+        sent, room = {}, {}
         lane, sums = lanes[0]
         with lane:
-            if found := coming[source]():
+            if found := arrive():
                 here = sums | {k: Sums(job) for k in keys}
-                for piece, operands in _pieces(job, arrays, source, found):
-                    launch(piece, operands, here)
-                sent = [_sum(job, here[k], arrays[k], found[0].shape[axis]) for k in keys]
+                for piece in step.pieces:
+                    launch(piece, (arrays[0], found[0], arrays[2], found[1]), here)
+                if keys:
+                    sent[step.source] = [_sum(job, here[k], arrays[k], found[0].shape[axis]) for k in keys]
                 lanes.reverse()
-            if mine is not None:
-                like = [arrays[k] for k in keys]
-                room = [library.empty(x, job.extended(x, mine.stop - mine.start), job.sum_dtype(x)) for x in like]
+            if keys and step.mine is not None:
+                like, count = [arrays[k] for k in keys], step.mine.stop - step.mine.start
+                room[step.target] = [library.empty(x, job.extended(x, count), job.sum_dtype(x)) for x in like]
             if keys:
-                post = job.ranks.post({source: sent} if sent else {}, {target: room} if room else {})
-                posted.append((target, mine, post))
+                posted.append((step, job.ranks.post(sent, room)))
     lane, sums = lanes[0]
     with lane:
         for piece in job.calls(job.rows[rank], job.keys[rank]):
-            launch(piece, job.arrays(arrays, piece), sums)
+            launch(piece, arrays, sums)
     fork.join()
-    arrived = [(mine, dict(zip(keys, post().get(target, [])))) for target, mine, post in posted]
+    arrived = [(step.mine, dict(zip(keys, post().get(step.target, [])))) for step, post in posted]
     grads = {}
     for k in wanted:
         whole, parts = sums[k].total(arrays[k], arrays[k].shape[axis], lanes[1][1][k])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..call import Call
 from ..results import KLForwardRows
@@ -21,6 +21,8 @@ from .library import Library, at
 from .ranks import Pending, Ranks
 from .shards import Run, Runs, in_order, length, starts_of
 from .states import KLState, merge_kl_states, state_of_rows
+
+_T = TypeVar("_T")
 
 STRATEGIES = ("a2a", "all_gather", "all_gather_queries", "p2p")
 MERGING = ("all_gather_queries", "p2p")
@@ -119,14 +121,19 @@ class Job:
     def _known(self) -> dict[Any, Any]:
         return {}
 
+    def known(self, name: Any, make: Callable[[], _T]) -> _T:
+        """What is made of the job alone, once; but where there are masks, whose parts are arrays of one call, anew."""
+        if name in self._known:
+            found: _T = self._known[name]
+            return found
+        found = make()
+        if not self.whole.masks:
+            self._known[name] = found
+        return found
+
     def calls(self, rows: Runs, keys: Runs) -> tuple[Piece, ...]:
         """All that there is to compute of a shard of rows and a shard of keys."""
-        found: tuple[Piece, ...] | None = self._known.get((rows, keys))
-        if found is None:
-            found = tuple(self._calls(rows, keys))
-            if not self.whole.masks:  # the parts of masks are arrays of one call
-                self._known[rows, keys] = found
-        return found
+        return self.known((rows, keys), lambda: tuple(self._calls(rows, keys)))
 
     def _calls(self, rows: Runs, keys: Runs) -> Iterator[Piece]:
         wide = ("qk" if self.early else SUMMED[self.strategy]) if self.ranks.size > 1 else ""
@@ -136,18 +143,16 @@ class Job:
     def seen(self, rank: int, holder: int) -> slice | None:
         """The part of a shard of keys that travels to a rank: what its rows see, or all where that is most of it. The
         same on both, which know of masks what is no array."""
-        name = ("seen", rank, holder)
-        if name not in self._known:
-            whole = replace(self.whole, masks={})
+
+        def found() -> slice | None:
+            whole, all_of_it = replace(self.whole, masks={}), length(self.keys[holder])
             parts = [keys for _, keys, _ in whole.cut(self.rows[rank], self.keys[holder])]
-            found, all_of_it = None, length(self.keys[holder])
-            if parts:
-                found = slice(min(x.start for x in parts), max(x.stop for x in parts))
-                if 2 * (found.stop - found.start) >= all_of_it:
-                    found = slice(0, all_of_it)
-            self._known[name] = found
-        part: slice | None = self._known[name]
-        return part
+            if not parts:
+                return None
+            part = slice(min(x.start for x in parts), max(x.stop for x in parts))
+            return part if 2 * (part.stop - part.start) < all_of_it else slice(0, all_of_it)
+
+        return self.known(("seen", rank, holder), found)
 
     def cut(self, x: Any, where: slice) -> Any:
         """Some rows or keys of an array."""
@@ -233,6 +238,9 @@ class Job:
 
     def layers(self, rows: Runs, keys: Runs) -> list[list[Piece]]:
         """The calls of two shards, such that those of a layer have no row twice; one layer at least."""
+        return self.known(("layers", rows, keys), lambda: self._layers(rows, keys))
+
+    def _layers(self, rows: Runs, keys: Runs) -> list[list[Piece]]:
         found: list[list[Piece]] = [[]]
         for piece in self.calls(rows, keys):
             for layer in found:
