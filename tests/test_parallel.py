@@ -463,16 +463,15 @@ def test_one_rank_is_the_plain_call(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(x, y)
 
 
-def test_the_same_bits_from_run_to_run(rng: np.random.Generator) -> None:
-    full = [x.astype(np.float32) for x in arrays(rng, 40)]
+@pytest.mark.parametrize("strategy, dtype", [("p2p", np.float32), ("all_gather", np.float64)])
+def test_the_same_bits_from_run_to_run(strategy: str, dtype: Any, rng: np.random.Generator) -> None:
+    full = [x.astype(dtype) for x in arrays(rng, 40)]
 
     def rank_of(rank: Any) -> Any:
         mine = [shard(x, 2, rank.rank, 4) for x in full]
-        found = parallel.attention_kl_forward(*mine, group=rank, causal=True, strategy="p2p")
-        ones = np.ones_like(found.kl)
-        return *found, *parallel.attention_kl_backward(
-            ones, *mine, saved=found, group=rank, causal=True, strategy="p2p"
-        )
+        how = {"group": rank, "causal": True, "strategy": strategy}
+        found = parallel.attention_kl_forward(*mine, **how)
+        return *found, *parallel.attention_kl_backward(np.ones_like(found.kl), *mine, saved=found, **how)
 
     for first, second in zip(LocalWorld(4).run(rank_of), LocalWorld(4).run(rank_of), strict=True):
         for x, y in zip(first, second, strict=True):
