@@ -22,7 +22,16 @@ from streamkl_cupy.kernels import join_states
 from streamkl_cupy.kernels.gpus import GPUS
 from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import parse
-from streamkl_cupy.parallel import KLState, LocalWorld, Ownership, finish_kl_state, merge_kl_states, positions, shard
+from streamkl_cupy.parallel import (
+    KLState,
+    LocalWorld,
+    Ownership,
+    finish_kl_state,
+    merge_kl_states,
+    positions,
+    setup,
+    shard,
+)
 from streamkl_cupy.parallel.blocks import Whole
 from streamkl_cupy.problem import INPUT_NAMES
 
@@ -182,6 +191,18 @@ def test_the_kernel_that_joins_rows_compiles(arch: str) -> None:
     kernel = join_states.plan(GPUS[arch])
     built = nvrtc.build(kernel.text, kernel.arch)
     assert (built.spill_bytes, built.notes) == (0, ())
+
+
+@pytest.mark.parametrize("strategy, k", [("all_gather_queries", 1), ("all_gather", 0), ("a2a", 0), ("a2a", 1)])
+def test_gradients_that_are_not_summed_are_of_one_call(strategy: str, k: int) -> None:
+    """They leave kernels in the type of the input: of two calls with the same rows or keys each would round a part."""
+    x = np.empty((1, 4, 16, 8), np.float32)
+    for ownership, options in itertools.product(("zigzag", "contiguous"), ({"causal": True}, {}, {"window": (30, 0)})):
+        for rank in range(2):
+            call = setup.plain("plan", options)
+            job, _ = setup.planned(rank, 2, (x, x, x, x), call, setup.Asked(strategy, ownership))
+            parts = sorted((x.start, x.stop) for x in (getattr(p, ("rows", "keys")[k]) for p, *_ in job.pieces(rank)))
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(parts))
 
 
 def test_keys_that_nobody_sees_do_not_travel(rng: np.random.Generator) -> None:

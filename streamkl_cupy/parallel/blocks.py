@@ -93,9 +93,10 @@ class Whole:
         q, k = (_on_host(self.masks[name]) for name in ("cu_seqlens_q", "cu_seqlens_k"))
         return replace(self, bounds=(q, k))
 
-    def cut(self, rows: Runs, keys: Runs) -> Iterator[tuple[slice, slice, Mapping[str, Any]]]:
-        """Calls that together are a shard of rows and a shard of keys, each as parts of both, and its options."""
-        if self._alike_in_shards and list(keys) == sorted(keys):
+    def cut(self, rows: Runs, keys: Runs, by_runs: bool = False) -> Iterator[tuple[slice, slice, Mapping[str, Any]]]:
+        """Calls that together are a shard of rows and a shard of keys, each as parts of both, and its options; with
+        `by_runs` each of one run of both."""
+        if not by_runs and self._alike_in_shards and list(keys) == sorted(keys):
             yield from self._together(rows, keys)
             return
         for row_run, row_start in zip(rows, starts_of(rows)):

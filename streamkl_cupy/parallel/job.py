@@ -137,7 +137,9 @@ class Job:
 
     def _calls(self, rows: Runs, keys: Runs) -> Iterator[Piece]:
         wide = ("qk" if self.early else SUMMED[self.strategy]) if self.ranks.size > 1 else ""
-        for row_slice, key_slice, options in self.whole.cut(rows, keys):
+        # Where a rank's own keys have all rows their gradients are exact as they are, if no two calls have a key.
+        by_runs = self.strategy == "all_gather_queries"
+        for row_slice, key_slice, options in self.whole.cut(rows, keys, by_runs):
             yield Piece(call_of((), options, self.some_keys, wide), row_slice, key_slice)
 
     def seen(self, rank: int, holder: int) -> slice | None:
