@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import streamkl_cupy
-from streamkl_cupy import call, patterns, planning
+from streamkl_cupy import call, parallel, patterns, planning
 from streamkl_cupy.compiler import nvrtc
 from streamkl_cupy.indexer import plan as index_plan
 from streamkl_cupy.kernels import (
@@ -43,16 +43,19 @@ from streamkl_cupy.kernels import (
     indexer_key_sm90,
     indexer_query_sm90,
     indexer_score_sm90,
+    join_states,
     sm90,
     work_tiles,
 )
 from streamkl_cupy.kernels.indexer import IndexerKernel
-from streamkl_cupy.problem import INPUT_NAMES, STUDENT
+from streamkl_cupy.parallel import setup
+from streamkl_cupy.problem import INPUT_NAMES, STUDENT, Device
 from streamkl_cupy.testing import reference
 
 PLANTED = 'extern "C" __global__ void planted(float* x, int n) { x[n + threadIdx.x] = 1.0f; }'
 TOOLS = {"memcheck": 3, "racecheck": 6, "synccheck": 2}
 """By how slow they are: shares of the processes."""
+SHARDED = "parallel.attention_kl"
 FAMILIES = ("sm90 and sm80", "sm80")
 PLANS: dict[str, Callable[..., Any]] = {
     "attention_kl": streamkl_cupy.plan,
@@ -247,8 +250,15 @@ class Matrix:
             yield case("rotary parts", dtype, 128, 64, K=1, causal=True, **ropes)
             yield case("target", dtype, 16, 128, target=rng.random((2, 150, 170)).astype("float32"), causal=True)
 
+    def shards(self) -> Iterator[Case]:
+        """Of two ranks in threads, whose rows have states over some of the keys."""
+        for n, dtype in ((100, "float16"), (333, "float16")):
+            arrays = tuple(self.random(2, heads, n, 64, dtype=dtype) for heads in (4, 2, 4, 2))
+            yield Case("halves of the keys", SHARDED, arrays, INPUT_NAMES, {"causal": True})
+
     def __iter__(self) -> Iterator[Case]:
         yield from self.divergences()
+        yield from self.shards()
         yield from self.targets()
         yield from self.attention()
         yield from self.indexer()
@@ -263,6 +273,18 @@ def kernels_of(case: Case, arch: str, deterministic: bool | None = None) -> list
     """All that a case launches with any workspace, with equal bits from run to run and without, or as is said."""
     own = {name: x for name, x in case.options.items() if "sink" not in name}
     arrays = [None if x is None else x[..., :: 2 if case.strided else 1] for x in case.arrays]
+    if case.op == SHARDED:
+        facts = gpus.facts_for_arch(arch)
+        yield join_states.plan(facts)
+        for rank in range(2):
+            mine = [parallel.shard(x, 2, rank, 2) for x in arrays]
+            call_of_all, asked = setup.plain("plan", own), setup.Asked(wrt=case.wrt)
+            job, _ = setup.planned(rank, 2, mine, call_of_all, asked)
+            for part in job.stand_ins(rank, mine):
+                plan = planning.make_plan(part.problem(Device("cuda")), facts)
+                for step in (*plan.forward_steps(workspace=True), *plan.backward_steps(case.wrt)):
+                    yield from step.kernels
+        return
     if case.op == "indexer_kl":
         plan = PLANS[case.op](*arrays, arch=arch, wrt=case.wrt, **own)
         assert isinstance(plan, index_plan.IndexerPlan)
@@ -296,6 +318,10 @@ def call_it(case: Case, deterministic: bool) -> None:
             cupy.ones_like(rows.out), *given, **upstream, deterministic=deterministic, **options
         )
         results = (rows.out, *found)
+    elif case.op == SHARDED:
+        results = tuple(
+            x for part in parallel.LocalWorld(2).run(lambda rank: shares(rank, given, options)) for x in part
+        )
     elif case.op == "attention_kl":
         rows = streamkl_cupy.attention_kl_forward(*given, **options)
         found = streamkl_cupy.attention_kl_backward(
@@ -303,8 +329,8 @@ def call_it(case: Case, deterministic: bool) -> None:
         )
         results = (rows.kl, *found)
     else:
-        both = getattr(streamkl_cupy, f"{case.op}_value_and_grad")
-        value, grads = both(*given, reduction="sum", wrt=case.wrt, deterministic=deterministic, **options)
+        of_op = getattr(streamkl_cupy, f"{case.op}_value_and_grad")
+        value, grads = of_op(*given, reduction="sum", wrt=case.wrt, deterministic=deterministic, **options)
         results = (value, *grads)
         if case.op == "indexer_kl" and deterministic and given[0] is not None:
             of_student = ("index_scale", "relu")
@@ -312,6 +338,16 @@ def call_it(case: Case, deterministic: bool) -> None:
             results = (*results, streamkl_cupy.indexer_target(*given[:2], rows=(17, 133), **own))
     if not all(bool(cupy.isfinite(x.astype("float32")).all()) for x in results if x is not None):
         raise SystemExit(f"not finite: {case}")
+
+
+def shares(rank: Any, given: list[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a rank computes of its shards."""
+    import cupy
+
+    how = {**options, "group": rank, "strategy": "all_gather"}
+    mine = [parallel.shard(x, 2, rank.rank, rank.size) for x in given]
+    rows = parallel.attention_kl_forward(*mine, **how)
+    return rows.kl, *parallel.attention_kl_backward(cupy.ones_like(rows.kl), *mine, saved=rows, wrt=INPUT_NAMES, **how)
 
 
 def choose(families: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..results import KLForwardRows
 from .engine import KEYS, NAMES, QUERIES
 from .job import Job, Piece, heads_of, named, parts_of, saved_rows
-from .joining import joined
+from .joining import joined, over
 from .library import at
 from .ranks import Fork
 
@@ -89,10 +89,8 @@ def forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
         if i + 1 < len(parts):
             coming = _start(parts[i + 1][0], [parts[i + 1][1][k] for k in KEYS])
         fork = job.ranks.fork(arrays[0])
-        first, *others = part.layers(part.rows[rank], part.keys[rank])
-        rows = part.computed(first, arrays)
-        # Of each layer and shard what it adds to which rows: nobody waits for anybody before all are launched.
-        more = [(x.rows, part.engine.forward(part.as_call(arrays, x))) for x in itertools.chain(*others)]
+        rows = over(part, arrays, part.rows[rank], part.keys[rank])
+        more = []  # of each shard what it adds to which rows: nobody waits for anybody before all are launched
         for step, arrive, lane in zip(steps(part), now, itertools.cycle((fork, Fork()))):
             with lane:
                 if keys := arrive():

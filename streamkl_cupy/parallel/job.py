@@ -20,7 +20,6 @@ from .engine import NAMES, QUERIES, Engine, call_of
 from .library import Library, at
 from .ranks import Pending, Ranks
 from .shards import Run, Runs, in_order, length, starts_of
-from .states import KLState, merge_kl_states, state_of_rows
 
 _T = TypeVar("_T")
 
@@ -31,6 +30,8 @@ SUMMED = {"a2a": "", "all_gather": "k", "all_gather_queries": "q", "p2p": "qk"}
 """Whose gradients are sums over ranks, of queries "q" and of keys "k"."""
 
 
+UNSEEN = -1e30
+"""A reference of logits before any key."""
 NOBODY = 2**40
 """Beyond all positions."""
 
@@ -224,6 +225,8 @@ class Job:
         if moments:
             empty.append(((*shape, moments), 0.0))
         outs = [self.library.full(like, extents, dtype, value) for extents, value in empty]
+        if self.some_keys:  # as kernels leave a state that has seen no key
+            outs[3] = self.library.put(outs[3], (..., slice(0, 2)), UNSEEN)
         for where, rows in found:
             there = [x for x in rows if x is not None]
             outs = [self.library.put(out, at(self.axes.rows, where), x) for out, x in zip(outs, there, strict=True)]
@@ -252,11 +255,6 @@ class Job:
             else:
                 found.append([piece])
         return found
-
-    def state(self, inputs: Sequence[Any], rows: Runs, keys: Runs) -> KLState:
-        """What a shard of keys contributes to a shard of rows."""
-        states = [state_of_rows(self.computed(layer, inputs)) for layer in self.layers(rows, keys)]
-        return states[0] if len(states) == 1 else merge_kl_states(*states)
 
     def gradients(
         self, saved: Sequence[Any], inputs: Sequence[Any], runs: tuple[Runs, Runs], totals: Mapping[int, Total]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ..compiler.nvrtc import import_cupy, load
@@ -17,16 +19,26 @@ from ..launch import in_context
 from ..results import KLForwardRows
 from .job import Job
 from .library import at
-from .states import finish_kl_state, merge_kl_states, state_of_rows
+from .shards import Runs
+from .states import KLState, finish_kl_state, merge_kl_states, state_of_rows
+
+
+def over(
+    job: Job, inputs: Sequence[Any], rows: Runs, keys: Runs, before: KLForwardRows[Any] | None = None
+) -> KLForwardRows[Any]:
+    """Results and states of a shard of rows over a shard of keys, and over those that they have seen before."""
+    first, *others = job.layers(rows, keys)
+    found = job.computed(first, inputs) if before is None else before
+    for piece in itertools.chain(*(others if before is None else (first, *others))):
+        found = joined(job, found, job.engine.forward(job.as_call(inputs, piece)), piece.rows)
+    return found
 
 
 def joined(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: slice) -> KLForwardRows[Any]:
     """Results and states of rows, some of which have seen further keys, written over what they were."""
-    if job.library.name in ("torch", "cupy"):
-        like = describe("kl", rows.kl)
-        if like.device.kind == "cuda":
-            _launch(job, like, rows, some, where)
-            return rows
+    if _by_kernel(job, rows.moments):
+        _launch(job, rows, some, where)
+        return rows
     axis = job.axes.rows
     part = KLForwardRows(*(None if x is None else job.cut(x, where) for x in rows))
     state = merge_kl_states(state_of_rows(part), state_of_rows(some))
@@ -34,6 +46,31 @@ def joined(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: 
     old = (rows.kl, rows.teacher_lse, rows.student_lse, rows.moments)
     found = [job.library.put(x, at(axis, where), y) for x, y in zip(old, new, strict=True)]
     return KLForwardRows(found[0], found[1], found[2], moments=found[3])
+
+
+def states(job: Job, rows: KLForwardRows[Any]) -> Any:
+    """The states of rows, the five numbers of each side by side, for `merged`."""
+    return rows.moments if _by_kernel(job, rows.moments) else job.library.xp.stack(state_of_rows(rows), -1)
+
+
+def merged(job: Job, given: Sequence[Any], owners: tuple[Runs, ...]) -> KLForwardRows[Any]:
+    """Results of this rank's rows, of which there are several states over different keys, in their order; where shards
+    are as long as the longest, without what they do not hold."""
+    first, *others = given
+    if not _by_kernel(job, first):
+        own = [job.own(x, owners, x) for x in given]
+        numbers = [KLState(*(x[..., i] for i in range(len(KLState._fields)))) for x in own]
+        return KLForwardRows(*finish_kl_state(merge_kl_states(*numbers)))
+    shape = first.shape[:-1]
+    kl, teacher_lse, student_lse = (job.library.full(first, shape, first.dtype) for _ in range(3))
+    rows = KLForwardRows(kl, teacher_lse, student_lse, moments=first)
+    for x in others:
+        joined(job, rows, KLForwardRows(None, None, None, moments=x), slice(0, shape[job.axes.rows]))
+    return KLForwardRows(*(job.own(x, owners, x) for x in (kl, teacher_lse, student_lse)))
+
+
+def _by_kernel(job: Job, x: Any) -> bool:
+    return job.library.name in ("torch", "cupy") and describe("rows", x).device.kind == "cuda"
 
 
 def warmup(index: int) -> None:
@@ -58,7 +95,8 @@ def _handle(index: int, stream: int | None) -> int:
     return _handles[index]
 
 
-def _launch(job: Job, like: Any, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: slice) -> None:
+def _launch(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: slice) -> None:
+    like = describe("kl", rows.kl)
     shape, axis, index = rows.kl.shape, job.axes.rows, like.device.index
     entries, each = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
     count = (where.stop - where.start) * each

@@ -11,7 +11,6 @@ shards.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +19,9 @@ from .early import backward as early_backward
 from .early import forward as early_forward
 from .engine import KEYS, QUERIES
 from .job import Job, heads_of, named, parts_of, ready, saved_rows, some_heads, whole_runs
-from .joining import joined
+from .joining import merged, over, states
 from .ranks import Pending
 from .shards import Runs, in_order
-from .states import KLState, finish_kl_state, merge_kl_states
 
 
 class Strategy(NamedTuple):
@@ -119,13 +117,13 @@ def _queries_forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any
     rows = whole_runs(job.rows)
 
     def partial(rank: int) -> Any:
-        state = job.state(arrays, rows, job.keys[rank])
-        return job.sent(job.library.stacked(state), job.rows, job.axes.rows + 1)
+        found = states(job, over(job, arrays, rows, job.keys[rank]))
+        return job.sent(found, job.rows, job.axes.rows)
 
-    mine = job.ranks.all_to_all(job.ranks.here(partial)) if job.ranks.size > 1 else job.ranks.here(partial)
-    merged = merge_kl_states(*(KLState(*mine[i]) for i in range(job.ranks.size)))
-    own = KLState(*(job.own(x, job.rows, x) for x in merged))
-    return KLForwardRows(*finish_kl_state(own)), queries
+    mine = job.ranks.here(partial)
+    if job.ranks.size > 1:
+        mine = job.ranks.all_to_all(mine)
+    return merged(job, [mine[i] for i in range(job.ranks.size)], job.rows), queries
 
 
 def _queries_backward(
@@ -161,11 +159,7 @@ def _ring_forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], 
 
         def further(rank: int, step: int = step, held: Any = held, before: Any = rows) -> KLForwardRows[Any]:
             arrays = [inputs[0], held[0], inputs[2], held[1]]
-            first, *others = job.layers(job.rows[rank], job.keys[(rank - step) % job.ranks.size])
-            found = job.computed(first, arrays) if before is None else before
-            for piece in itertools.chain(*(others if before is None else (first, *others))):
-                found = joined(job, found, job.engine.forward(job.as_call(arrays, piece)), piece.rows)
-            return found
+            return over(job, arrays, job.rows[rank], job.keys[(rank - step) % job.ranks.size], before)
 
         rows = job.ranks.here(further)
         held = coming() if coming else held
