@@ -269,22 +269,25 @@ def name_of(kernel: Any) -> str:
     return kernel.name if isinstance(kernel, IndexerKernel) else Path(kernel.entry).stem
 
 
+def kernels_of_shards(case: Case, options: dict[str, Any], arch: str) -> Iterator[Any]:
+    """What joins rows, and the calls of both ranks."""
+    facts = gpus.facts_for_arch(arch)
+    yield join_states.plan(facts)
+    for rank in range(2):
+        mine = [parallel.shard(x, 2, rank, 2) for x in case.arrays]
+        job, _ = setup.planned(rank, 2, mine, setup.plain("plan", options), setup.Asked(wrt=case.wrt))
+        for part in job.stand_ins(rank, mine):
+            plan = planning.make_plan(part.problem(Device("cuda")), facts)
+            for step in (*plan.forward_steps(workspace=True), *plan.backward_steps(case.wrt)):
+                yield from step.kernels
+
+
 def kernels_of(case: Case, arch: str, deterministic: bool | None = None) -> list[Any]:
     """All that a case launches with any workspace, with equal bits from run to run and without, or as is said."""
     own = {name: x for name, x in case.options.items() if "sink" not in name}
     arrays = [None if x is None else x[..., :: 2 if case.strided else 1] for x in case.arrays]
     if case.op == SHARDED:
-        facts = gpus.facts_for_arch(arch)
-        yield join_states.plan(facts)
-        for rank in range(2):
-            mine = [parallel.shard(x, 2, rank, 2) for x in arrays]
-            call_of_all, asked = setup.plain("plan", own), setup.Asked(wrt=case.wrt)
-            job, _ = setup.planned(rank, 2, mine, call_of_all, asked)
-            for part in job.stand_ins(rank, mine):
-                plan = planning.make_plan(part.problem(Device("cuda")), facts)
-                for step in (*plan.forward_steps(workspace=True), *plan.backward_steps(case.wrt)):
-                    yield from step.kernels
-        return
+        return list(kernels_of_shards(case, own, arch))
     if case.op == "indexer_kl":
         plan = PLANS[case.op](*arrays, arch=arch, wrt=case.wrt, **own)
         assert isinstance(plan, index_plan.IndexerPlan)
@@ -319,9 +322,8 @@ def call_it(case: Case, deterministic: bool) -> None:
         )
         results = (rows.out, *found)
     elif case.op == SHARDED:
-        results = tuple(
-            x for part in parallel.LocalWorld(2).run(lambda rank: shares(rank, given, options)) for x in part
-        )
+        both = parallel.LocalWorld(2).run(lambda rank: shares(rank, given, options))
+        results = tuple(itertools.chain(*both))
     elif case.op == "attention_kl":
         rows = streamkl_cupy.attention_kl_forward(*given, **options)
         found = streamkl_cupy.attention_kl_backward(
