@@ -8,7 +8,6 @@ others is added in a fixed order. Of keys that no row of a rank sees nothing tra
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from .engine import KEYS, NAMES, QUERIES
 from .job import Job, Piece, heads_of, named, parts_of, saved_rows
 from .joining import joined, over
 from .library import at
-from .ranks import Fork
 
 Arriving = Callable[[], list[Any]]
 """Teacher and student keys of a rank, or nothing where no row sees them; call for them, and to let go what was sent."""
@@ -34,6 +32,10 @@ class Step(NamedTuple):
     """What its rows see of the source's keys."""
     mine: slice | None
     """What the target's rows see of its own."""
+    returned: slice | None
+    """Of what it brings, that whose gradients go back."""
+    added: slice | None
+    """Of its own keys, those whose gradients come from the target."""
     pieces: tuple[Piece, ...]
     """Its calls on what it brings."""
 
@@ -51,7 +53,11 @@ def steps(job: Job) -> tuple[Step, ...]:
                 x._replace(keys=slice(x.keys.start - first, x.keys.stop - first))
                 for x in job.calls(job.rows[rank], job.keys[source])
             ]
-            yield Step(source, target, theirs, job.seen(target, rank), tuple(pieces))
+            back = job.seen(rank, source, tight=True)
+            if back is not None:
+                back = slice(back.start - first, back.stop - first)
+            added = job.seen(target, rank, tight=True)
+            yield Step(source, target, theirs, job.seen(target, rank), back, added, tuple(pieces))
 
     return job.known("steps", lambda: tuple(found()))
 
@@ -88,19 +94,15 @@ def forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
         now = coming
         if i + 1 < len(parts):
             coming = _start(parts[i + 1][0], [parts[i + 1][1][k] for k in KEYS])
-        fork = job.ranks.fork(arrays[0])
         rows = over(part, arrays, part.rows[rank], part.keys[rank])
-        more = []  # of each shard what it adds to which rows: nobody waits for anybody before all are launched
-        for step, arrive, lane in zip(steps(part), now, itertools.cycle((fork, Fork()))):
-            with lane:
-                if keys := arrive():
-                    kept += keys
-                    here = (arrays[0], keys[0], arrays[2], keys[1])
-                    more += [(x.rows, part.engine.forward(part.as_call(here, x))) for x in step.pieces]
-        fork.join()
-        for where, some in more:
-            rows = joined(part, rows, some, where)
+        for step, arrive in zip(steps(part), now):
+            if keys := arrive():
+                kept += keys
+                here = (arrays[0], keys[0], arrays[2], keys[1])
+                for piece in step.pieces:
+                    rows = joined(part, rows, part.engine.forward(part.as_call(here, piece)), piece.rows)
         found.append(KLForwardRows(rows.kl, rows.teacher_lse, rows.student_lse))
+        del rows  # with the states, before the next group
     if len(found) == 1:
         return found[0], tuple(kept)
     assert job.axes.heads is not None
@@ -122,11 +124,11 @@ class Sums:
         before = self._parts.get(key)
         self._parts[key] = x if before is None else library.add(before, (), x)
 
-    def total(self, like: Any, size: int, *others: Sums) -> tuple[Any, list[tuple[tuple[Any, ...], Any]]]:
-        """All of it, and of the others: `size` rows or keys of arrays like one, and what is to be added to parts."""
-        job, parts = self._job, [x for sums in (self, *others) for x in sums._parts.items()]
-        whole = next((x for key, x in parts if key == (0, size)), None)
-        rest = [(at(job.axes.rows, slice(*key)), x) for key, x in parts if x is not whole]
+    def total(self, like: Any, size: int, first: int = 0) -> tuple[Any, list[tuple[tuple[Any, ...], Any]]]:
+        """`size` rows or keys of arrays like one, from the first on, which are all, and what is to be added to them."""
+        job, parts = self._job, self._parts
+        whole = parts.get((first, first + size))
+        rest = [(at(job.axes.rows, slice(i - first, j - first)), x) for (i, j), x in parts.items() if x is not whole]
         if whole is None:
             whole = job.library.full(like, job.extended(like, size), job.sum_dtype(like))
         return whole, rest
@@ -169,9 +171,7 @@ def _gradients(
 ) -> dict[int, Any]:
     rank, axis, library = job.ranks.rank, job.axes.rows, job.library
     wrt, keys = tuple(NAMES[k] for k in wanted), [k for k in wanted if k in KEYS]
-    fork = job.ranks.fork(arrays[0])
-    # Launches take turns on two lanes, each with sums of its own, and the last of them is that of the own keys.
-    lanes = [(Fork(), {k: Sums(job) for k in wanted}), (fork, {k: Sums(job) for k in wanted})]
+    sums = {k: Sums(job) for k in wanted}
 
     def launch(piece: Piece, operands: Sequence[Any], sums: dict[int, Sums]) -> None:
         rows = tuple(None if x is None else job.cut(x, piece.rows) for x in saved)
@@ -182,36 +182,31 @@ def _gradients(
     posted = []
     for step, arrive in zip(steps(job), coming):
         sent, room = {}, {}
-        lane, sums = lanes[0]
-        with lane:
-            if found := arrive():
-                here = sums | {k: Sums(job) for k in keys}
-                for piece in step.pieces:
-                    launch(piece, (arrays[0], found[0], arrays[2], found[1]), here)
-                if keys:
-                    sent[step.source] = [_sum(job, here[k], arrays[k], found[0].shape[axis]) for k in keys]
-                lanes.reverse()
-            if keys and step.mine is not None:
-                like, count = [arrays[k] for k in keys], step.mine.stop - step.mine.start
-                room[step.target] = [library.empty(x, job.extended(x, count), job.sum_dtype(x)) for x in like]
+        if found := arrive():
+            here = sums | {k: Sums(job) for k in keys}
+            for piece in step.pieces:
+                launch(piece, (arrays[0], found[0], arrays[2], found[1]), here)
             if keys:
-                posted.append((step, job.ranks.post(sent, room)))
-    lane, sums = lanes[0]
-    with lane:
-        for piece in job.calls(job.rows[rank], job.keys[rank]):
-            launch(piece, arrays, sums)
-    fork.join()
-    arrived = [(step.mine, dict(zip(keys, post().get(step.target, [])))) for step, post in posted]
+                sent[step.source] = [_part(job, here[k], arrays[k], step.returned) for k in keys]
+        if keys and step.added is not None:
+            like, count = [arrays[k] for k in keys], step.added.stop - step.added.start
+            room[step.target] = [library.empty(x, job.extended(x, count), job.sum_dtype(x)) for x in like]
+        if keys:
+            posted.append((step, job.ranks.post(sent, room)))
+    for piece in job.calls(job.rows[rank], job.keys[rank]):
+        launch(piece, arrays, sums)
+    arrived = [(step.added, dict(zip(keys, post().get(step.target, [])))) for step, post in posted]
     grads = {}
     for k in wanted:
-        whole, parts = sums[k].total(arrays[k], arrays[k].shape[axis], lanes[1][1][k])
+        whole, parts = sums[k].total(arrays[k], arrays[k].shape[axis])
         if k in KEYS:
-            parts += [(at(axis, mine), xs[k]) for mine, xs in arrived if mine is not None]
+            parts += [(at(axis, part), xs[k]) for part, xs in arrived if part is not None]
         grads[k] = library.settled(whole, parts, arrays[k].dtype)
     return grads
 
 
-def _sum(job: Job, sums: Sums, like: Any, size: int) -> Any:
-    """In float32, to be sent."""
-    whole, parts = sums.total(like, size)
+def _part(job: Job, sums: Sums, like: Any, where: slice | None) -> Any:
+    """A part of sums in float32, to be sent."""
+    assert where is not None
+    whole, parts = sums.total(like, where.stop - where.start, where.start)
     return job.library.settled(whole, parts, whole.dtype)

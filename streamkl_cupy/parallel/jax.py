@@ -20,7 +20,7 @@ from ..options import MASK_ARRAYS, LossOptions, Options
 from ..results import KLForwardRows
 from .engine import NAMES
 from .job import Job
-from .ranks import Fork, Pending
+from .ranks import Pending
 from .setup import Asked, Plain, job_without_exchange
 from .strategies import TABLE
 
@@ -67,9 +67,6 @@ class AxisRanks:
 
     def post(self, sent: Any, room: Any) -> Any:
         raise NotImplementedError("what a program moves is known to the compiler, which says when")
-
-    def fork(self, like: Any) -> Fork:
-        return Fork()
 
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
         return [list(numbers)] * self.size

@@ -143,9 +143,9 @@ class Job:
         for row_slice, key_slice, options in self.whole.cut(rows, keys, by_runs):
             yield Piece(call_of((), options, self.some_keys, wide), row_slice, key_slice)
 
-    def seen(self, rank: int, holder: int) -> slice | None:
-        """The part of a shard of keys that travels to a rank: what its rows see, or all where that is most of it. The
-        same on both, which know of masks what is no array."""
+    def seen(self, rank: int, holder: int, tight: bool = False) -> slice | None:
+        """The part of a shard of keys that travels to a rank: what its rows see, or, but for `tight`, all where that is
+        half of it or more. The same on both, which know of masks what is no array."""
 
         def found() -> slice | None:
             whole, all_of_it = replace(self.whole, masks={}), length(self.keys[holder])
@@ -153,9 +153,9 @@ class Job:
             if not parts:
                 return None
             part = slice(min(x.start for x in parts), max(x.stop for x in parts))
-            return part if 2 * (part.stop - part.start) < all_of_it else slice(0, all_of_it)
+            return part if tight or 2 * (part.stop - part.start) < all_of_it else slice(0, all_of_it)
 
-        return self.known(("seen", rank, holder), found)
+        return self.known(("seen", rank, holder, tight), found)
 
     def cut(self, x: Any, where: slice) -> Any:
         """Some rows or keys of an array."""

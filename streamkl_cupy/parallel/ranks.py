@@ -62,10 +62,6 @@ class Ranks(Protocol):
         by rank. All ranks post as often, some of them nothing."""
         ...
 
-    def fork(self, like: Any) -> Fork:
-        """A lane for launches beside those of the caller's stream, for arrays like one."""
-        ...
-
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
         """Equally many small integers of every rank, in host memory; `like` says which device is meant."""
         ...
@@ -79,20 +75,6 @@ class Ranks(Protocol):
         ...
 
 
-class Fork:
-    """Around launches that need nothing of those on the caller's stream since it was made. Where there are no streams
-    it does nothing."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def join(self) -> None:
-        """Have the caller's stream wait for them; all that they made may be used there, and must not be before."""
-
-
 class Known:
     """What ranks have in common that know their number before they run."""
 
@@ -104,9 +86,6 @@ class Known:
 
     def check(self, x: Any) -> None:
         pass
-
-    def fork(self, like: Any) -> Fork:
-        return Fork()
 
     def here(self, compute: Callable[[int], _T]) -> _T:
         return compute(self.rank)

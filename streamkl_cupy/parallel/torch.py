@@ -14,7 +14,7 @@ from ..results import KLForwardRows
 from .engine import NAMES
 from .job import Job
 from .moving import gathered, scattered
-from .ranks import Fork, Known, Pending
+from .ranks import Known, Pending
 from .shards import Runs
 from .strategies import TABLE
 
@@ -32,7 +32,6 @@ class TorchRanks(Known):
         self.key = (group.group_name, self.rank, self.size)
         # Types of devices whose sends and receives must go together.
         self._together = {device for device, backend in self._backends().items() if backend == "nccl"}
-        self._lanes: dict[torch.device, Any] = {}
 
     def all_gather(self, x: Tensor) -> Pending:
         # Gathered along the first axis: some backends know no other way.
@@ -65,13 +64,6 @@ class TorchRanks(Known):
             return {source: list(xs) for source, xs in room.items()}
 
         return wait
-
-    def fork(self, like: Tensor) -> Fork:
-        if not like.is_cuda:
-            return Fork()
-        if like.device not in self._lanes:
-            self._lanes[like.device] = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
-        return _Lane(self._lanes[like.device])
 
     def reduce_scatter(self, x: Tensor) -> Pending:
         out = x.new_empty(x.shape[1:])
@@ -129,28 +121,6 @@ class TorchRanks(Known):
             return out
 
         return wait
-
-
-class _Lane(Fork):
-    """A second stream of a GPU, whose kernels start where those of the caller's stream leave multiprocessors idle.
-
-    Memory that was allocated for it is given back to it, and it begins by waiting for the caller's stream, which has
-    joined it before: so nothing has to be recorded.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._caller = stream, torch.cuda.current_stream(stream.device)
-        stream.wait_stream(self._caller)
-        self._inside = torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self._inside.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: object) -> None:
-        self._inside.__exit__(*error)
-
-    def join(self) -> None:
-        self._caller.wait_stream(self._stream)
 
 
 GROUPS = 16
