@@ -359,7 +359,8 @@ def plan(
         rank 0 of 2: all_gather (keys are 268,435,456 bytes to receive, queries and states of rows 1,115,684,864)
           receives 268,435,456 B for rows, 268,435,456 B for gradients of student_q, student_k
           holds 268,435,456 B of what is gathered, 2,952,790,016 B of gradients in float32 beside shards and gradients
-          rows 0 to 32,768 and 98,304 to 131,072 x keys 0 to 32,768 and 98,304 to 131,072
+          rows 0 to 32,768 x keys 0 to 32,768
+          rows 98,304 to 131,072 x keys 0 to 32,768 and 98,304 to 131,072
           rows 98,304 to 131,072 x keys 32,768 to 98,304
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
@@ -376,7 +377,7 @@ def plan(
         moved = replace(moved, sums=each * (most + size * longest[1]))
     if not is_standin("student_q", student_q) and (device := describe("student_q", student_q).device).kind == "cuda":
         asked = [runner_for(x.problem(device)).backward_bytes(wrt) for x in job.stand_ins(rank, inputs)]
-        moved = replace(moved, workspace=sum(sorted(asked)[-2 if job.early else -1 :]))  # of each stream one
+        moved = replace(moved, workspace=max(asked, default=0))
     return ShardingPlan(rank, size, job.strategy, why, job.groups, moved, wrt, blocks)
 
 

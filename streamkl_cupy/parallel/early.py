@@ -16,6 +16,7 @@ from .engine import KEYS, NAMES, QUERIES
 from .job import Job, Piece, heads_of, named, parts_of, saved_rows
 from .joining import joined, over
 from .library import at
+from .shards import Runs
 
 Arriving = Callable[[], list[Any]]
 """Teacher and student keys of a rank, or nothing where no row sees them; call for them, and to let go what was sent."""
@@ -84,17 +85,37 @@ def _there(keys: list[Any]) -> Arriving:
     return lambda: keys
 
 
+def _own(job: Job, arrays: Sequence[Any], part: tuple[slice, Runs]) -> KLForwardRows[Any]:
+    """Some of the rank's rows over its own keys."""
+    where, runs = part
+    here = [job.cut(x, where) if k in QUERIES else x for k, x in enumerate(arrays)]
+    return over(job, here, runs, job.keys[job.ranks.rank])
+
+
+def _beside(job: Job, rows: Sequence[KLForwardRows[Any]]) -> KLForwardRows[Any]:
+    """Rows one after the other."""
+    found = [None if x[0] is None else job.library.joined(x, job.axes.rows) for x in zip(*rows)]
+    return KLForwardRows(*found)
+
+
 def forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
     """Rows over all keys, and the keys of others."""
-    rank, parts = job.ranks.rank, parts_of(job, inputs)
+    parts = parts_of(job, inputs)
     kept: list[Any] = []
     found = []
-    coming = _start(parts[0][0], [parts[0][1][k] for k in KEYS])
+    coming: list[Arriving] = []
     for i, (part, arrays) in enumerate(parts):
+        # A transport that gets to a GPU first takes multiprocessors, but until it is there these would be idle.
+        first, *others = part.own_runs
+        own = [_own(part, arrays, first)]
+        if i == 0:
+            coming = _start(part, [arrays[k] for k in KEYS])
         now = coming
         if i + 1 < len(parts):
             coming = _start(parts[i + 1][0], [parts[i + 1][1][k] for k in KEYS])
-        rows = over(part, arrays, part.rows[rank], part.keys[rank])
+        own += [_own(part, arrays, x) for x in others]
+        rows = own[0] if len(own) == 1 else _beside(part, own)
+        del own
         for step, arrive in zip(steps(part), now):
             if keys := arrive():
                 kept += keys

@@ -84,6 +84,8 @@ class Job:
         if self.strategy == "p2p" or self.early:
             held = [(rank - step) % self.ranks.size for step in range(self.ranks.size)]
             pairs = [(self.rows[rank], self.keys[holder]) for holder in held]
+            if self.early:
+                pairs[:1] = [(runs, self.keys[rank]) for _, runs in _by_first(self.rows[rank])]
         elif self.strategy == "all_gather":
             pairs = [(self.rows[rank], keys)]
         elif self.strategy == "all_gather_queries":
@@ -98,7 +100,10 @@ class Job:
         part = self
         if self.strategy == "a2a" and heads is not None:
             part = some_heads(self, inputs[2].shape[heads], rank)
-        for piece, _, _ in part.pieces(rank):
+        pieces = [piece for piece, _, _ in part.pieces(rank)]
+        if self.early:  # a backward takes all rows over the own keys at once
+            pieces += part.calls(part.rows[rank], part.keys[rank])
+        for piece in pieces:
             rows, keys = (x.stop - x.start for x in (piece.rows, piece.keys))
             shapes = [list(self.extended(x, rows if i in QUERIES else keys)) for i, x in enumerate(inputs)]
             for shape in shapes:
@@ -156,6 +161,11 @@ class Job:
             return part if tight or 2 * (part.stop - part.start) < all_of_it else slice(0, all_of_it)
 
         return self.known(("seen", rank, holder, tight), found)
+
+    @cached_property
+    def own_runs(self) -> list[tuple[slice, Runs]]:
+        """This rank's rows, its first run and the others: where they are in its shard, and their runs."""
+        return _by_first(self.rows[self.ranks.rank])
 
     def cut(self, x: Any, where: slice) -> Any:
         """Some rows or keys of an array."""
@@ -347,6 +357,12 @@ class Total:
 
     def _index(self, prefix: tuple[int, ...], start: int, count: int) -> tuple[Any, ...]:
         return (*prefix, *at(self._job.axes.rows, slice(start, start + count)))
+
+
+def _by_first(runs: Runs) -> list[tuple[slice, Runs]]:
+    count, total = length(runs[:1]), length(runs)
+    first = [(slice(0, count), runs[:1])]
+    return first if len(runs) < 2 else [*first, (slice(count, total), runs[1:])]
 
 
 def _beyond(runs: Runs, longest: int) -> Run:

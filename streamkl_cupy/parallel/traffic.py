@@ -92,8 +92,8 @@ def traffic(
     q_sums, k_sums = (4 * sum(elements(i) for i in side if NAMES[i] in wrt) for side in (QUERIES, KEYS))
     rows = elements(2) // inputs[2].shape[-1] if inputs[2].shape[-1] else 0
     if strategy == "early":
-        # Sums of keys that are the rank's own, sent and received. Of queries a sum on each of two streams, and with
-        # several others, of whom half have keys for half of the rows, those of these.
+        # Sums of keys that are the rank's own, sent and received. Of queries those of a call and of calls before,
+        # and with several others, of whom half have keys for half of the rows, those of these.
         sums = (2 * others + 1) * k_sums + (2 if size == 2 else 3) * q_sums
         return Traffic(others * k, others * k_sums, others * k, sums // groups)
     if strategy == "all_gather":
