@@ -163,7 +163,10 @@ def cases_of(group: str, heads: int, sizes: Sequence[int], dtype: str) -> Iterat
                 plain = Case(f"kl{mark}", f"kl{mark}", 1, heads, rows, 128, dtype, also)
                 yield [
                     plain,
-                    *(replace(plain, title=f"{x} target{mark}", target=x, peer=True) for x in ("float32", dtype)),
+                    *(
+                        replace(plain, title=f"{x} target{mark}", target=x, peer=True)
+                        for x in dict.fromkeys(("float32", dtype))
+                    ),
                 ]
             continue
         if group == "peers":
@@ -199,9 +202,8 @@ def padded(size: int) -> dict[str, dict[str, Array]]:
     }
 
 
-def log_softmax(q: Any, k: Any, score: str, softcap: float | None, seen: Any) -> Any:
+def log_softmax(torch: Any, q: Any, k: Any, score: str, softcap: float | None, seen: Any) -> Any:
     """Logarithms of a side's map, in the type of a result of at least float32."""
-    torch = importlib.import_module("torch")
     dots = q @ k.mT
     wide = dots.to(torch.promote_types(dots.dtype, torch.float32))
     scale = 1.0 if score == "log_dot" else q.shape[-1] ** -0.5
@@ -218,9 +220,8 @@ def log_softmax(q: Any, k: Any, score: str, softcap: float | None, seen: Any) ->
     return torch.nn.functional.log_softmax(logits, -1)
 
 
-def between(log_p: Any, log_q: Any, divergence: str) -> Any:
+def between(torch: Any, log_p: Any, log_q: Any, divergence: str) -> Any:
     """A divergence of maps that are given by their logarithms, for each row."""
-    torch = importlib.import_module("torch")
     p, q = log_p.exp(), log_q.exp()
     if divergence == "kl":
         return (p * (log_p - log_q)).sum(-1)
@@ -236,18 +237,19 @@ def between(log_p: Any, log_q: Any, divergence: str) -> Any:
     return (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1) / 2
 
 
-def written_out(case: Case) -> Callable[..., Any]:
+def written_out(torch: Any, case: Case) -> Callable[..., Any]:
     """The loss in torch, of (teacher's queries, keys or a target, None; student's queries, keys; what is seen)."""
     option = case.options.get
     divergence = option("divergence", "kl")
 
     def rows(a: Any, b: Any, student_q: Any, student_k: Any, seen: Any) -> Any:
-        log_q = log_softmax(student_q, student_k, option("student_score", "dot"), option("student_softcap"), seen)
+        log_q = log_softmax(
+            torch, student_q, student_k, option("student_score", "dot"), option("student_softcap"), seen
+        )
         if case.target:
-            functional = importlib.import_module("torch.nn.functional")
-            return functional.kl_div(log_q, a.to(log_q.dtype), reduction="none").sum(-1)
-        log_p = log_softmax(a, b, option("teacher_score", "dot"), option("teacher_softcap"), seen)
-        return between(log_p, log_q, divergence)
+            return torch.nn.functional.kl_div(log_q, a.to(log_q.dtype), reduction="none").sum(-1)
+        log_p = log_softmax(torch, a, b, option("teacher_score", "dot"), option("teacher_softcap"), seen)
+        return between(torch, log_p, log_q, divergence)
 
     return rows
 
@@ -267,9 +269,10 @@ class Problem:
         if case.options.get("causal"):
             self.seen = torch.ones(case.rows, case.rows, dtype=torch.bool, device=device).tril()
         if case.target:
-            logs = log_softmax(self.inputs[0], self.inputs[1], "dot", None, self.seen)
+            logs = log_softmax(torch, self.inputs[0], self.inputs[1], "dot", None, self.seen)
             self.inputs[:2] = [logs.exp().to(getattr(torch, case.target)), None]
         self.options = {name: x for name, x in case.options.items() if name != "return_entropy"}
+        self.compiled = torch.compile(written_out(torch, case), dynamic=False, fullgraph=True)
         self.entropy = {"return_entropy": True} if case.options.get("return_entropy") else {}
 
     def prepare(self, peer: str, name: str) -> Call:
@@ -284,10 +287,9 @@ class Problem:
             def value() -> Any:
                 return streamkl.attention_kl_to(a, *student, **self.options)
         else:
-            function = torch.compile(written_out(self.case), dynamic=False, fullgraph=True)
 
             def value() -> Any:
-                return function(a, b, *student, self.seen)
+                return self.compiled(a, b, *student, self.seen)
 
         if name == "forward":
             return value
@@ -313,7 +315,7 @@ class Problem:
         if self.seen is not None:
             seen &= self.seen
         q, k = q.requires_grad_(), k.requires_grad_()
-        want = torch.where(there, written_out(case)(a, b, q, k, seen | ~there[:, None]), 0)
+        want = torch.where(there, written_out(torch, case)(a, b, q, k, seen | ~there[:, None]), 0)
         found = self.prepare(peer, name)()
         if name == "forward":
             value = (found if torch.is_tensor(found) else found.kl)[entry, head].double()
