@@ -18,6 +18,7 @@ struct LogitGradient;
 // P_j (-log Q_j - value), whose positive part sums to at most the value.
 template <>
 struct LogitGradient<kTeacher> {
+    enum : bool { kOfWeights = false };
     static constexpr float kFactor = kLn2;
     static constexpr bool kNeedsValue = true;
     __device__ static float evaluate(float x, float y, float value) { return exp2_approx(x) * (-y - value); }
@@ -26,5 +27,6 @@ struct LogitGradient<kTeacher> {
 
 template <>
 struct LogitGradient<kStudent> : RelativeBySecond {
+    __device__ static float weigh(float p, float q) { return q - p; }
     __device__ static float evaluate(float x, float y, float value) { return of(x, y, value); }
 };

@@ -3,8 +3,10 @@
 //   struct RowState            partial sums of one row over some of its keys, associative:
 //     start()                  no key seen yet
 //     absorb(rows, t, s)       static: adds keys to several rows, t[r] and s[r] as tile/logits.cuh has them: logits
-//                              t[r][i] in base 2 for i < kCount, or t[r].less(i, reference). A pair at kMasked counts
-//                              for nothing.
+//                              t[r][i] in base 2 for i < kCount, or t[r].less(i, reference), and what t[r].weights has
+//                              of 2^ that. A pair at kMasked counts for nothing.
+//     absorb_once(rows, t, s)  static: the same of scores that weigh; false: nothing was added, the lane has to ask again
+//                              with logits
 //     merge(other)             joins two states over disjoint keys
 //     shuffle(mask)            the state of the lane `mask` away
 //     store(to, stride), load(from, stride)  the state, or of a later pass its sums, as floats in memory (their number
@@ -23,6 +25,7 @@
 //   struct LogitGradient<side> derivative of a row's value by one logit, up to a constant:
 //     kFactor                  that constant
 //     kNeedsValue              whether the row's value is read
+//     kOfWeights               whether P and Q say all: then there is `weigh(p, q)` too
 //     evaluate(x, y, value)    from x = log2 P, y = log2 Q of the key and the row's value in base 2
 //     prepare(row, moments)    where there are moments: makes of the row's statistics those that are read as lse_t,
 //                              lse_s, weight and value of the row, in nats (kernels/saved_rows.cu)

@@ -92,10 +92,12 @@ struct MixtureSums {
 #pragma unroll
         for (int r = 0; r < COUNT; ++r) {
             float of_t = 0.f, of_s = 0.f, smoothed = 0.f;
+            const auto weigh_t = t[r].weights(rows[r].r_t);
+            const auto weigh_s = s[r].weights(rows[r].r_s);
 #pragma unroll
             for (int i = 0; i < T::kCount; ++i) {
                 const float u = t[r].less(i, rows[r].r_t), v = s[r].less(i, rows[r].r_s);
-                const float p = exp2_approx(u), q = exp2_approx(v);
+                const float p = weigh_t(t[r].dots[i], u), q = weigh_s(s[r].dots[i], v);
                 if constexpr (smoothing() > 0.f) {
                     const float more_p = fmaf(rows[r].a, p, floor_mass()), more_q = fmaf(rows[r].b, q, floor_mass());
                     const LogRatios ratios = LogRatios::of_smoothed(more_p, more_q);
@@ -112,6 +114,12 @@ struct MixtureSums {
             rows[r].of_s += of_s;
             rows[r].smoothed += smoothed;
         }
+    }
+
+    template <class Rows, int COUNT, class T, class S>
+    __device__ static bool absorb_once(Rows (&rows)[COUNT], const T (&t)[COUNT], const S (&s)[COUNT]) {
+        absorb(rows, t, s);
+        return true;
     }
 
     __device__ void merge(const MixtureSums& other) {
@@ -162,6 +170,7 @@ using RowState = StateOf<SKL_PASS>::Type;
 
 template <int SIDE>
 struct LogitGradient {
+    enum : bool { kOfWeights = false };
     static constexpr float kFactor = kLn2 * (SIDE == kTeacher ? beta() : 1.f - beta()) * (1.f - smoothing());
     static constexpr bool kNeedsValue = true;
     // Smoothed, x and y are log2(n P) and log2(n Q), and the weight is over n.

@@ -30,5 +30,6 @@ struct LogitGradient<kTeacher> : RelativeByFirst {
 
 template <>
 struct LogitGradient<kStudent> : RelativeBySecond {
+    __device__ static float weigh(float p, float q) { return q - p; }
     __device__ static float evaluate(float x, float y, float value) { return of(x, y, value); }
 };

@@ -30,6 +30,7 @@ struct TeacherCross {
 // By a logit of P: P_j (log P_j - log Q_j - value). P (log2 P - log2 Q) is above -1, and its positive part sums to at
 // most the value + 1.
 struct RelativeByFirst {
+    enum : bool { kOfWeights = false };
     static constexpr float kFactor = kLn2;
     static constexpr bool kNeedsValue = true;
     __device__ static float of(float log_p, float log_q, float value) {
@@ -40,6 +41,7 @@ struct RelativeByFirst {
 
 // By a logit of Q: Q_j - P_j
 struct RelativeBySecond {
+    enum : bool { kOfWeights = true };
     static constexpr float kFactor = 1.f;
     static constexpr bool kNeedsValue = false;
     __device__ static float of(float log_p, float log_q, float) { return exp2_approx(log_q) - exp2_approx(log_p); }

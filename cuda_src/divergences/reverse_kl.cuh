@@ -14,6 +14,7 @@ struct LogitGradient;
 
 template <>
 struct LogitGradient<kTeacher> : RelativeBySecond {
+    __device__ static float weigh(float p, float q) { return p - q; }
     __device__ static float evaluate(float x, float y, float value) { return of(y, x, value); }
 };
 

@@ -60,10 +60,12 @@ struct SoftmaxSums {
             l_t = l_s = 0.f;
 #pragma unroll
             for (int i = 0; i < kTerms; ++i) terms[i] = 0.f;
+            const auto weigh_t = t.weights(x.r_t);
+            const auto weigh_s = s.weights(x.r_s);
 #pragma unroll
             for (int i = 0; i < T::kCount; ++i) {
                 const float u = t.less(i, x.r_t), v = s.less(i, x.r_s);
-                const float p = exp2_approx(u), q = exp2_approx(v);
+                const float p = weigh_t(t.dots[i], u), q = weigh_s(s.dots[i], v);
                 l_t += p;
                 l_s += q;
                 int k = 0;
@@ -108,6 +110,22 @@ struct SoftmaxSums {
         }
 #pragma unroll
         for (int r = 0; r < COUNT; ++r) rows[r].add(sums[r]);
+    }
+
+    // The same where references need not move; false: they need to, and nothing has been added.
+    template <class Rows, int COUNT, class T, class S>
+    __device__ static bool absorb_once(Rows (&rows)[COUNT], const T (&t)[COUNT], const S (&s)[COUNT]) {
+        Tile sums[COUNT];
+        bool safe = true;
+#pragma unroll
+        for (int r = 0; r < COUNT; ++r) {
+            sums[r].take(rows[r], t[r], s[r]);
+            safe = safe && sums[r].safe();
+        }
+        if (!safe) return false;
+#pragma unroll
+        for (int r = 0; r < COUNT; ++r) rows[r].add(sums[r]);
+        return true;
     }
 
     __device__ void merge(SoftmaxSums other) {

@@ -15,6 +15,7 @@ struct RowState : Overlap {
 
 template <int SIDE>
 struct LogitGradient {
+    enum : bool { kOfWeights = false };
     static constexpr float kFactor = 2.f;
     static constexpr bool kNeedsValue = true;
     __device__ static float evaluate(float x, float y, float value) {

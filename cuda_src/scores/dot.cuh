@@ -4,6 +4,7 @@
 
 struct Dot {
     static constexpr bool kLinear = true;
+    enum : bool { kWeighs = false };
     __device__ static float factor(float scale) { return scale; }
     template <class N>
     __device__ static float logit(float dot, const N& n) {

@@ -8,9 +8,7 @@
 
 struct Given {
     static constexpr bool kLinear = false;
-    static constexpr float kOdd = 0.f;
-    __device__ static float oddness(float) { return 0.f; }
-    __device__ static float tame(float x) { return x; }
+    enum : bool { kKnowsAll = true, kWeighs = false };
     template <class N>
     __device__ static float prepare(float x, const N&) {
         return x;

@@ -13,24 +13,34 @@ struct LogDot {
     __device__ static float prepare(float dot, const N&) {
         return dot;
     }
+    // What is kept is the product: its logarithm is wanted once at most, and 2^logit is the product but for a factor.
+    enum : bool { kKnowsAll = false, kWeighs = true };
     static constexpr float kOdd = -kLeast;
     __device__ static float oddness(float x) { return -x; }
-    __device__ static float tame(float x) { return fmaxf(x, kLeast) + 0.f * x; }  // a NaN for -Inf
+    template <class N>
+    __device__ static float finish_odd(float x, const N&) {
+        return fmaxf(x, kLeast) + 0.f * x;  // a NaN for -Inf
+    }
     template <class N>
     __device__ static float finish(float x, const N&) {
-        return log2_approx(x);
+        return x;
     }
     template <class N>
     __device__ static float logit(float y, const N& n) {
-        return y + n.offset;
+        return log2_approx(y + y) + (n.offset - 1.f);  // not as below: the compiler would keep these for later
     }
     template <class N>
     __device__ static float logit(float y, const N& n, float reference) {
-        return y - (reference - n.offset);
+        return log2_approx(y) - (reference - n.offset);
     }
-    // 1 / x, and 0 of the least, whose logarithm may be rounded.
+    template <class N>
+    __device__ static float factor_of(const N& n, float reference) {
+        return exp2_approx(n.offset - reference);
+    }
+    __device__ static float weight(float y, float factor) { return y * factor; }
+    // 1 / y, and 0 of the least.
     template <class N>
     __device__ static float slope(float y, const N&) {
-        return y < -125.9f ? 0.f : exp2_approx(-y);
+        return y > kLeast ? reciprocal_approx(y) : 0.f;
     }
 };

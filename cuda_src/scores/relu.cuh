@@ -9,9 +9,7 @@ struct Relu {
     __device__ static float prepare(float dot, const N& n) {
         return dot * (.5f * n.scale);
     }
-    static constexpr float kOdd = 0.f;
-    __device__ static float oddness(float) { return 0.f; }
-    __device__ static float tame(float half) { return half; }
+    enum : bool { kKnowsAll = true, kWeighs = false };
     // 2 max(0, half), exactly, and a NaN for a NaN or -Inf.
     template <class N>
     __device__ static float finish(float half, const N&) {

@@ -1,13 +1,23 @@
 // Logits of another score that are proportional to its scale, softly kept within a cap: cap tanh(logit / cap). The scale in the arguments is divided by the
 // cap already, and n.cap is in base 2.
 //
-// tanh is a quotient of two polynomials of its square, as near to it as float32 is wide, up to where tanh is 1 but for
-// rounding: one instruction of the special-function unit, which the exponentials keep busy, where the exponential form
-// takes two and a second formula near 0. tanh.approx is off by 2^-11. Coefficients: least relative error, degrees 4
-// and 4, up to 8; in float32 3e-7, most of it from the division.
+// Up to kOdd tanh is a polynomial, and no instruction of the special-function unit, which the exponentials keep busy.
+// Where a few arguments are larger, for those that are computed together it is a quotient of two polynomials, up to where
+// tanh is 1 but for rounding. The exponential form takes two of those instructions, and a second formula near 0;
+// tanh.approx is off by 2^-11. Coefficients: least relative error; in float32 1e-7 and 3e-7, most of it from the division.
 #pragma once
 #include "ptx/math.cuh"
 #include "scores/interface.cuh"
+
+// For |x| up to 0.7.
+__device__ inline float tanh_of_small(float x) {
+    const float w = x * x;
+    float q = fmaf(w, -5.13866246e-03f, 2.00919704e-02f);
+    q = fmaf(q, w, -5.35588615e-02f);
+    q = fmaf(q, w, 1.33291107e-01f);
+    q = fmaf(q, w, -3.33331899e-01f);
+    return fmaf(x * w, q, x);
+}
 
 // For |x| up to 8.
 __device__ inline float tanh_of(float x) {
@@ -26,20 +36,26 @@ __device__ inline float tanh_of(float x) {
 template <class S>
 struct Softcap {
     static constexpr bool kLinear = false;
-    static constexpr float kOdd = 8.f;
+    enum : bool { kKnowsAll = false, kWeighs = false };
+    static constexpr float kOdd = .7f, kMost = 8.f;
     __device__ static float factor(float scale) { return S::factor(scale); }
     template <class N>
     __device__ static float prepare(float dot, const N& n) {
         if constexpr (S::kLinear)
             return S::logit(dot, n);
+        else if constexpr (S::kKnowsAll)
+            return S::logit(S::finish(S::prepare(dot, n), n), n);
         else
-            return S::logit(S::finish(S::tame(S::prepare(dot, n)), n), n);
+            return S::logit(S::finish_odd(S::prepare(dot, n), n), n);
     }
     __device__ static float oddness(float x) { return fabsf(x); }
-    __device__ static float tame(float x) { return fminf(fmaxf(x, -kOdd), kOdd) + 0.f * x; }
+    template <class N>
+    __device__ static float finish_odd(float x, const N&) {
+        return fminf(fmaxf(tanh_of(fminf(fmaxf(x, -kMost), kMost)), -1.f), 1.f) + 0.f * x;
+    }
     template <class N>
     __device__ static float finish(float x, const N&) {
-        return tanh_of(x);
+        return tanh_of_small(x);
     }
     template <class N>
     __device__ static float logit(float y, const N& n) {
@@ -52,7 +68,7 @@ struct Softcap {
     // 1 - tanh^2, rounded once.
     template <class N>
     __device__ static float slope(float y, const N& n) {
-        const float slope = fmaxf(fmaf(-y, y, 1.f), 0.f);
+        const float slope = fmaf(-y, y, 1.f);
         if constexpr (S::kLinear)
             return slope;
         else

@@ -4,8 +4,23 @@
 #include "tile/fragment.cuh"
 #include "tile/turn.cuh"
 
-// The logits of one row that a lane holds, as a divergence asks for them: each, and each less a reference. S is the
-// score whose dots the accumulators hold, N its numbers.
+// 2^logit less a reference, of what scores leave in accumulators. Of most it is had from that difference alone.
+template <class S, bool WEIGHS = S::kWeighs>
+struct WeightsLess {
+    template <class N>
+    __device__ WeightsLess(const N&, float) {}
+    __device__ float operator()(float, float difference) const { return exp2_approx(difference); }
+};
+template <class S>
+struct WeightsLess<S, true> {
+    float factor;
+    template <class N>
+    __device__ WeightsLess(const N& n, float reference) : factor(S::factor_of(n, reference)) {}
+    __device__ float operator()(float y, float) const { return S::weight(y, factor); }
+};
+
+// The logits of one row that a lane holds, as a divergence asks for them: each, each less a reference, and 2^ that. S is
+// the score whose dots the accumulators hold, N its numbers.
 template <class S, class N, int TILES>
 struct LogitRow {
     FragmentRow<TILES> dots;
@@ -13,6 +28,7 @@ struct LogitRow {
     static constexpr int kCount = FragmentRow<TILES>::kCount;
     __device__ float operator[](int i) const { return S::logit(dots[i], numbers); }
     __device__ float less(int i, float reference) const { return S::logit(dots[i], numbers, reference); }
+    __device__ WeightsLess<S> weights(float reference) const { return {numbers, reference}; }
 };
 
 // From the derivative by a logit, whose dot has been turned to y, that by the dot, but for the factor.
@@ -26,6 +42,7 @@ __device__ inline float by_dot(float by_logit, float y, const N& n) {
 
 // For accumulators that hold logits already.
 struct LogitsThemselves {
+    enum : bool { kWeighs = false };
     template <class N>
     __device__ static float logit(float x, const N&) {
         return x;

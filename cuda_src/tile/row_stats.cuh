@@ -19,7 +19,12 @@ template <int SIDE>
 __device__ inline float dot_gradient(float t, float s, const RowStats& row, Numbers numbers) {
     const float x = Score<kTeacher>::logit(t, numbers.teacher, row.lse_t);
     const float y = Score<kStudent>::logit(s, numbers.student, row.lse_s);
-    const float gradient = LogitGradient<SIDE>::evaluate(x, y, row.value);
+    float gradient;
+    if constexpr (LogitGradient<SIDE>::kOfWeights && (Score<kTeacher>::kWeighs || Score<kStudent>::kWeighs))
+        gradient = LogitGradient<SIDE>::weigh(WeightsLess<Score<kTeacher>>(numbers.teacher, row.lse_t)(t, x),
+                                              WeightsLess<Score<kStudent>>(numbers.student, row.lse_s)(s, y));
+    else
+        gradient = LogitGradient<SIDE>::evaluate(x, y, row.value);
     // `by_dot` says the same; with the call, the compiler orders the instructions of the one-pass backward anew.
     if constexpr (Score<SIDE>::kLinear)
         return gradient;

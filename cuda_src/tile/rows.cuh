@@ -27,9 +27,10 @@ __device__ inline void start_rows(const ForwardArgs& args, RowState (&state)[kLa
     }
 }
 
-// T and S are the scores whose dots t and s hold, n_t and n_s their numbers.
+// T and S are the scores whose dots t and s hold, n_t and n_s their numbers. False: the lane's references have to move,
+// which it takes logits to find out how far.
 template <class T, class S, int TILES, class NT, class NS>
-__device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILES>& t, const Strip<TILES>& s,
+__device__ inline bool absorb_all(RowState (&state)[kLaneRows], const Strip<TILES>& t, const Strip<TILES>& s,
                                   const NT& n_t, const NS& n_s) {
     LogitRow<T, NT, TILES> row_t[kLaneRows];
     LogitRow<S, NS, TILES> row_s[kLaneRows];
@@ -38,7 +39,9 @@ __device__ inline void absorb_all(RowState (&state)[kLaneRows], const Strip<TILE
         row_t[i] = {{t[i / Accumulators::kRows], i % Accumulators::kRows}, n_t};
         row_s[i] = {{s[i / Accumulators::kRows], i % Accumulators::kRows}, n_s};
     }
+    if constexpr (T::kWeighs || S::kWeighs) return RowState::absorb_once(state, row_t, row_s);
     RowState::absorb(state, row_t, row_s);
+    return true;
 }
 
 // One tile's dots, keys first_key on, into the states. Where the tile is not full, pairs that are not visible are put
@@ -54,9 +57,7 @@ __device__ inline void absorb_tile(RowState (&state)[kLaneRows], Strip<TILES>& t
             turn<Score<kTeacher>>(t[m], n, numbers.teacher);
             turn<Score<kStudent>>(s[m], n, numbers.student);
         }
-    if (full) {
-        absorb_all<Score<kTeacher>, Score<kStudent>, TILES>(state, t, s, numbers.teacher, numbers.student);
-    } else {
+    if (!full || !absorb_all<Score<kTeacher>, Score<kStudent>, TILES>(state, t, s, numbers.teacher, numbers.student)) {
         const int key = first_key + Accumulators::first_column(lane_id());
 #pragma unroll
         for (int m = 0; m < kWarpTiles; ++m)

@@ -7,7 +7,12 @@
 // there are, if there were no branch between them; fewer leave it waiting.
 template <class S, int AT_ONCE = 2, int TILES, class N>
 __device__ inline void turn(float (&x)[TILES][4], int column, const N& n) {
-    if constexpr (!S::kLinear) {
+    if constexpr (S::kLinear) {
+        return;
+    } else if constexpr (S::kKnowsAll) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[column][e] = S::finish(S::prepare(x[column][e], n), n);
+    } else {
         if (column % AT_ONCE > 0) return;
         float oddness[4 * AT_ONCE];
 #pragma unroll
@@ -25,10 +30,11 @@ __device__ inline void turn(float (&x)[TILES][4], int column, const N& n) {
         if (__any_sync(~0u, oddness[0] > S::kOdd)) {
 #pragma unroll
             for (int i = 0; i < 4 * AT_ONCE; ++i)
-                if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::tame(x[column + i / 4][i % 4]);
-        }
+                if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::finish_odd(x[column + i / 4][i % 4], n);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 4 * AT_ONCE; ++i)
-            if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::finish(x[column + i / 4][i % 4], n);
+            for (int i = 0; i < 4 * AT_ONCE; ++i)
+                if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::finish(x[column + i / 4][i % 4], n);
+        }
     }
 }
