@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -47,10 +48,12 @@ Exit code: 0 all of this package ran and was right, 1 not all, 2 wrong arguments
 """
 
 GROUPS = ("divergences", "scores", "rows", "peers", "targets")
+LN2 = math.log(2)
 PASSES = ("forward", "backward")
 OURS, COMPILED = "streamkl_cupy", "torch.compile"
+SIDES = ("teacher", "student")
 BATCH = 4
-"""Entries of padded batches, each with a share of the heads."""
+"""Entries of padded batches, each with all heads."""
 DEFAULTS: dict[str, tuple[tuple[int, ...], str, float]] = {
     "cuda": ((4096, 8192), "bfloat16", 0.06),
     "cpu": ((256,), "float32", 0.01),
@@ -142,7 +145,7 @@ def cases_of(group: str, heads: int, sizes: Sequence[int], dtype: str) -> Iterat
     """The cases that are timed in turns, what they are compared with first."""
     size = sizes[-1]
     if group == "rows":
-        dense = Case("dense", "dense", BATCH, max(heads // BATCH, 1), size, 128, dtype)
+        dense = Case("dense", "dense", BATCH, heads, size, 128, dtype)
         yield [dense, *(replace(dense, title=title, masks=masks) for title, masks in padded(size).items())]
         return
     if group == "scores":
@@ -233,25 +236,26 @@ def between(torch: Any, log_p: Any, log_q: Any, divergence: str) -> Any:
         return (p - q).square().sum(-1)
     if divergence == "cosine":
         return 1 - torch.nn.functional.cosine_similarity(p, q, dim=-1, eps=0)
-    log_m = torch.logaddexp(log_p, log_q) - float(np.log(2))
+    log_m = torch.logaddexp(log_p, log_q) - LN2
     return (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1) / 2
 
 
 def written_out(torch: Any, case: Case) -> Callable[..., Any]:
     """The loss in torch, of (teacher's queries, keys or a target, None; student's queries, keys; what is seen)."""
-    option = case.options.get
-    divergence = option("divergence", "kl")
+    # Said before the function is traced, which may not ask.
+    divergence = case.options.get("divergence", "kl")
+    teacher, student = ((case.options.get(f"{x}_score", "dot"), case.options.get(f"{x}_softcap")) for x in SIDES)
+    kl_div = torch.nn.functional.kl_div
 
-    def rows(a: Any, b: Any, student_q: Any, student_k: Any, seen: Any) -> Any:
-        log_q = log_softmax(
-            torch, student_q, student_k, option("student_score", "dot"), option("student_softcap"), seen
-        )
-        if case.target:
-            return torch.nn.functional.kl_div(log_q, a.to(log_q.dtype), reduction="none").sum(-1)
-        log_p = log_softmax(torch, a, b, option("teacher_score", "dot"), option("teacher_softcap"), seen)
-        return between(torch, log_p, log_q, divergence)
+    def to_target(target: Any, _: Any, student_q: Any, student_k: Any, seen: Any) -> Any:
+        log_q = log_softmax(torch, student_q, student_k, *student, seen)
+        return kl_div(log_q, target.to(log_q.dtype), reduction="none").sum(-1)
 
-    return rows
+    def to_teacher(teacher_q: Any, teacher_k: Any, student_q: Any, student_k: Any, seen: Any) -> Any:
+        log_p = log_softmax(torch, teacher_q, teacher_k, *teacher, seen)
+        return between(torch, log_p, log_softmax(torch, student_q, student_k, *student, seen), divergence)
+
+    return to_target if case.target else to_teacher
 
 
 class Problem:
@@ -315,6 +319,8 @@ class Problem:
         if self.seen is not None:
             seen &= self.seen
         q, k = q.requires_grad_(), k.requires_grad_()
+        if case.target and peer == OURS:  # which looks at probabilities beside one another
+            a = a / a.sum(-1, keepdim=True)
         want = torch.where(there, written_out(torch, case)(a, b, q, k, seen | ~there[:, None]), 0)
         found = self.prepare(peer, name)()
         if name == "forward":
@@ -525,7 +531,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(%(default)s)")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="cases (all)")
     parser.add_argument("--sizes", nargs="+", type=positive, metavar="N", help="rows and keys (4096 8192; CPU 256)")
-    parser.add_argument("--heads", type=whole(1, 1024), default=8, metavar="H", help="of all entries (%(default)s)")
+    parser.add_argument("--heads", type=whole(1, 1024), default=8, metavar="H", help="of an entry (%(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--seconds", type=seconds, help="of timing per variant (0.06; CPU 0.01)")
     parser.add_argument("--rounds", type=positive, default=6, help="turns of each variant (%(default)s)")
