@@ -110,6 +110,7 @@ class _Kernel:
     def __init__(self, problem: Problem, *plans: KernelPlan) -> None:
         self.plan = plan = plans[0]
         names = problem.operation.names
+        fields = dict(zip(names, problem.operation.fields, strict=True))
         self._launch = import_cupy().cuda.driver.launchKernel
         self._steps = tuple(
             (
@@ -121,7 +122,7 @@ class _Kernel:
         args = plan.args
         self._maps = tuple(
             (
-                8 * args.words[f"{box.name}.words"],
+                8 * args.words[f"{fields.get(box.name, box.name)}.words"],
                 names.index(box.name) if box.name in names else COPY,
                 _Maps(problem.operand(box.name) if box.name in names else _copied(problem), problem.batch, box),
             )
@@ -135,8 +136,7 @@ class _Kernel:
         if "mask" in self._words:
             mask = self._words["mask"]
             self._words |= {name: mask + i for i, name in _mask_words(problem)[1]}
-        fields = problem.operation.fields
-        self._operands = tuple(self._words[field] for field in fields if field in self._words)
+        self._operands = tuple(self._words[field] for field in fields.values() if field in self._words)
         self._rows = 8 * self._words.get(SAVED_ROWS[0], 0)
 
     def commands(

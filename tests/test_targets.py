@@ -370,7 +370,9 @@ def test_plans_say_what_runs_and_why() -> None:
     t, q = np.empty((1, 1, 4096, 4096), np.float32), np.empty((1, 8, 4096, 128), np.float16)
     text = str(streamkl_cupy.attention_kl_to_plan(t, q, q, arch="sm_90"))
     assert "teacher: given, float32, 1 head" in text
-    assert "forward_sm80.cu" in text
+    assert "forward: kernels/forward_sm90.cu" in text
+    assert "both gradients of the student: kernels/fused_sm90.cu" in text
+    assert "student_k: kernels/gradient_sm80.cu" in text
     assert "not sm90: it computes both sides, and one is given" in text
     assert "teacher: no gradients" in text
     streamkl_cupy.attention_kl_to_warmup(*(x[:, :1, :64, :64] for x in (t, q, q)), wrt=("student_q",))
@@ -397,7 +399,7 @@ def test_kernels_compile(rng: np.random.Generator) -> None:
         scores=[(name, "dot") for name in GIVEN],
     )
     assert refused == []
-    kernels = [x.kernel for x in catalogue.hardest(listed) if x.kernel.name in ("forward", "student_q", "student_k")]
+    kernels = [x.kernel for x in catalogue.hardest(listed) if x.kernel.name in ("forward", "student_q", "student_k", "student")]
     assert {x.family for x in kernels} == {"sm80"}
     for i in rng.choice(len(kernels), 3, replace=False):
         built = build(kernels[i].text, kernels[i].arch)

@@ -3,7 +3,8 @@
 //   block     kRows = kGroups x 64 query rows of one head, or of several that read the same keys (tile/packed_rows.cuh),
 //             resident in shared memory
 //   producer  one thread; streams keys through a ring of kRing pieces, a piece being up to kPieceChunks x 64 columns of
-//             kColumns keys of one side; teacher pieces of a tile first, then student pieces
+//             kColumns keys of one side; teacher pieces of a tile first, then student pieces. Of a teacher that is given
+//             there are boxes of its numbers in place of these, last and for each group its own (tile/given_swizzled.cuh)
 //   consumers kGroups warpgroups, 64 rows each: T and S (64 x 64) in registers, absorbed by the row states; they never
 //             wait for one another
 //
@@ -38,7 +39,11 @@ constexpr int kRing = SKL_STAGES;
 constexpr int kPieceChunks = SKL_PIECE_CHUNKS;
 constexpr int kPieceBytes = kPieceChunks * kColumns * 128;
 constexpr int kTeacherPieces = ceil_div(Teacher::kChunks, kPieceChunks);
+// Of a teacher that is given, the boxes of each group.
+enum : bool { kGiven = Teacher::kDim == 0 };
+static_assert(!kGiven || kPieceBytes == Teacher::kBoxBytes, "plan: a piece is a box");
 constexpr int kPieces = kTeacherPieces + ceil_div(Student::kChunks, kPieceChunks);
+enum : int { kBoxes = Teacher::boxes(kColumns), kAllPieces = kPieces + kGroups * kBoxes };
 constexpr bool kLong = Teacher::kSteps > kLongDepth;
 constexpr int kFirstHalf = kTeacherPieces / 2;
 constexpr int kQueryBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
@@ -107,6 +112,19 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
                                           teacher ? head_t : head_s, block.batch);
                     at.advance();
                 }
+                if constexpr (kGiven) {
+                    for (int g = 0; g < kGroups; ++g)
+                        for (int box = 0; box < kBoxes; ++box) {
+                            const u32 barrier = full + 8 * at.slot;
+                            mbarrier_wait(empty + 8 * at.slot, at.parity ^ 1);
+                            mbarrier_expect(barrier, Teacher::kBoxBytes);
+                            load_boxes<Teacher>(ring + at.slot * kPieceBytes, all.teacher_q, barrier, 1,
+                                                segment.first_query + first_row + 64 * g,
+                                                segment.first_key + walk.row() + box * Teacher::kBoxKeys,
+                                                args.in.teacher_q.head == 0 ? 0 : block.head, block.batch);
+                            at.advance();
+                        }
+                }
             }
         }
         return;
@@ -136,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         const int key = walk.row();
         if (group_row >= segment.queries || key >= mine.end || key + kColumns <= mine.begin ||
             (Mask::kListed && !walk.any_visible(group_row, group_end))) {
-            for (int p = 0; p < kPieces; ++p) {
+            for (int p = 0; p < kAllPieces; ++p) {
                 warp_wait(full + 8 * at.slot, at.parity);  // or two arrivals could fall into one phase
                 release(at.slot);
                 at.advance();
@@ -164,6 +182,20 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             }
             previous = at.slot;
             at.advance();
+        }
+        if constexpr (kGiven) {
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+                for (int box = 0; box < kBoxes; ++box) {
+                    warp_wait(full + 8 * at.slot, at.parity);
+                    if (g == group)
+                        Teacher::read_rows(t[0], box, ring + at.slot * kPieceBytes,
+                                           strip + Accumulators::first_row(lane));
+                    __syncwarp();
+                    release(at.slot);
+                    at.advance();
+                }
         }
         wgmma_wait<0>();
         fence_accumulators(t[0]);

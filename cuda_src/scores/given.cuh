@@ -8,11 +8,42 @@
 
 struct Given {
     static constexpr bool kLinear = false;
-    enum : bool { kKnowsAll = true, kWeighs = false };
+    enum : bool { kKnowsAll = true };
     template <class N>
     __device__ static float prepare(float x, const N&) {
         return x;
     }
+
+protected:
+    // A NaN fails the comparison and stays one.
+    __device__ static float logarithm(float y) { return y < kMasked ? (SKL_ZEROS ? kMasked : -infinity()) : y; }
+};
+
+// What is kept is the probability: its logarithm is wanted once at most, and it is the weight but for a factor.
+struct Probability : Given {
+    enum : bool { kWeighs = true };
+    static constexpr float kLeast = 1.17549435e-38f;  // 2^-126, below which the logarithm is that of 0
+    template <class N>
+    __device__ static float finish(float x, const N&) {
+        return x;
+    }
+    template <class N>
+    __device__ static float logit(float y, const N&) {
+        return logarithm(log2_approx(y + y) - 1.f);  // not as below: the compiler would keep these for later
+    }
+    template <class N>
+    __device__ static float logit(float y, const N&, float reference) {
+        return logarithm(log2_approx(y)) - reference;
+    }
+    template <class N>
+    __device__ static float factor_of(const N&, float reference) {
+        return exp2_approx(-reference);
+    }
+    __device__ static float weight(float y, float factor) { return y * (y >= kLeast ? factor : 0.f); }
+};
+
+struct LogProbability : Given {
+    enum : bool { kWeighs = false };
     template <class N>
     __device__ static float logit(float y, const N&) {
         return y;
@@ -21,20 +52,6 @@ struct Given {
     __device__ static float logit(float y, const N&, float reference) {
         return y - reference;
     }
-
-protected:
-    // A NaN fails the comparison and stays one.
-    __device__ static float logarithm(float y) { return y < kMasked ? (SKL_ZEROS ? kMasked : -infinity()) : y; }
-};
-
-struct Probability : Given {
-    template <class N>
-    __device__ static float finish(float x, const N&) {
-        return logarithm(log2_approx(x));
-    }
-};
-
-struct LogProbability : Given {
     template <class N>
     __device__ static float finish(float x, const N& n) {
         return logarithm(x * n.scale);

@@ -19,7 +19,22 @@ struct SwizzledTile {
     static constexpr int kSteps = ceil_div(DIM, 16);   // products of depth 16
     static constexpr int kChunks = ceil_div(DIM, 64);  // columns beyond DIM arrive as zeros
     static constexpr int bytes(int rows) { return kChunks * rows * 128; }
+    // What sides have that are given instead (tile/given_swizzled.cuh).
+    enum : int { kBoxKeys = 1, kBoxBytes = 0 };
+    static constexpr int boxes(int) { return 0; }
+    template <class... Args>
+    __device__ static void read_rows(Args&&...) {}
+    template <class... Args>
+    __device__ static void read_columns(Args&&...) {}
 };
+
+// Boxes of 64 queries and 128 bytes of keys, from a pair on, announced on the barrier by the caller.
+template <class Side>
+__device__ inline void load_boxes(u32 shared, const TensorMap& map, u32 barrier, int boxes, int query, int key,
+                                  int head, int batch) {
+    for (int i = 0; i < boxes; ++i)
+        tma_load(shared + i * Side::kBoxBytes, map, barrier, key + i * Side::kBoxKeys, query, head, batch);
+}
 
 // Where a lane puts its part of a warp's 16 rows of a tile, `row` the first of them, and one operand A of 16 columns
 // there: 16 columns further are 32 bytes further in the row, under the swizzle too.

@@ -305,6 +305,8 @@ class Kernel(ABC, Generic[Row]):
     family: ClassVar[str]
     args: ClassVar[str]
     """Of the arguments, by the name that `structs.Args` has for them."""
+    given_header: ClassVar[str] = "tile/given.cuh"
+    """What stands for tiles of a side that is given."""
     shares_tiles: ClassVar[bool] = False
     """Whether blocks can share the streamed rows of one row tile, be it a list or not."""
     persistent: ClassVar[bool] = False
@@ -468,7 +470,7 @@ class Kernel(ABC, Generic[Row]):
         together = ("scores/all.cuh",) if len(scores) > 1 else ()
         headers: dict[str, str | tuple[str, ...]] = {
             "divergence": divergence.header,
-            "score": (*(["tile/given.cuh"] if work.given else []), *of_scores, *together),
+            "score": (*([self.given_header] if work.given else []), *of_scores, *together),
             "mask": (*(part.header for part in parts), "masks/all.cuh"),
         }
         if task.side:

@@ -75,6 +75,12 @@ _TABLE = (
     _Row(4, 1, COLUMNS, 12, 1, 576, "the widest sides"),
 )
 
+# Beside a teacher that is given; a piece is a box of its numbers.
+_GIVEN = (
+    _Row(16, 1, COLUMNS, 20, 1, 128, "two tiles of numbers in flight"),
+    _Row(8, 1, COLUMNS, 18, 1, 256, "few rows in all: twice the blocks"),
+)
+
 # (consumer, producer) registers per thread by (consumer warpgroups, blocks per multiprocessor).
 _REGISTERS = {
     (4, 1): (112, 32),
@@ -103,9 +109,10 @@ def _two_holes(work: Work) -> bool:
 class _Forward(Hopper[_Row]):
     kind = "forward"
     args = "hopper_forward"
+    takes_given = True
 
     def table(self, work: Work) -> tuple[_Row, ...]:
-        return _TABLE
+        return _GIVEN if work.given else _TABLE
 
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         pieces = tile.stages * tile.piece_chunks * COLUMNS * 128

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from ..rules.masks import Part, parts_of
 from .base import MAX_GRID, Box, KernelPlan, TileRow, Work
 from .gpus import GPUS, DeviceFacts
-from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks, packed_rows
+from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks, given_bytes, packed_rows
 from .structs import Regions, fused_workspace, partials, row_tiles
 
 MAX_OUT = 192
@@ -156,9 +156,17 @@ _TABLE = (
 )
 
 
+# Beside a teacher that is given: stages of the other side's ring have its numbers.
+_GIVEN = (
+    _Row(8, 1, COLUMNS, 4, 1, 64, "as far ahead as there is room", max_out=64, score_stages=3, stagings=2),
+    _Row(8, 1, COLUMNS, 3, 1, 128, "two tiles of float32 in flight", max_out=128, stagings=2),
+)
+
+
 class _Fused(Hopper[_Row]):
     kind = "fused"
     args = "hopper_fused"
+    takes_given = True
     shares_tiles = True
     persistent = True
     min_queries = 64
@@ -200,7 +208,8 @@ class _Fused(Hopper[_Row]):
         return ""
 
     def table(self, work: Work) -> tuple[_Row, ...]:
-        return tuple(x for row in _TABLE for x in (replace(row, direct=True), row))
+        table = _GIVEN if work.given else _TABLE
+        return tuple(x for row in table for x in (replace(row, direct=True), row))
 
     def fitting(self, work: Work, facts: DeviceFacts) -> tuple[_Row, ...]:
         fitting = super().fitting(work, facts)
@@ -300,7 +309,7 @@ def _own_bytes(work: Work, tile: _Row) -> int:
 
 def _score_bytes(work: Work, tile: _Row, kept: int, stages: int) -> int:
     """Shared memory of the other side, of whose keys so many chunks stay."""
-    stage = COLUMNS * 128 * (1 if tile.pieces else chunks(work.other_side.dim))
+    stage = COLUMNS * 128 * (1 if tile.pieces else chunks(work.other_side.dim)) + given_bytes(work, tile.rows)
     return tile.rows * 128 * kept + stages * (stage + 2 * 8)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar, TypeVar
 
 from ..ops import OperandSpec
-from .base import Box, Kernel, TileRow, Work
+from .base import ELEMENT_BYTES, Box, Kernel, TileRow, Work
 from .gpus import DeviceFacts
 from .tensor_maps import no_map
 
@@ -18,6 +18,9 @@ COLUMNS = 64
 ALIGNMENT = 1024
 # Query heads share a tile where one of a single head would be half empty at least. A strip of 16 rows has one head.
 LEAST_PACKED_ROWS, MOST_PACKED_ROWS = 16, 64
+
+GIVEN_ROWS = 64
+"""Queries of a box of what a side has that is given, with 128 bytes of its keys."""
 
 ARRIVING_LANES = 1
 """Lanes of a warp that arrive at a barrier: 1, or all 32 for checkers that take one lane's arrival for its own only."""
@@ -32,12 +35,15 @@ class Hopper(Kernel[Row]):
     # Where they are streamed, fewer do not fill the pipeline: 1000 heads of 128 queries take 0.080 ms, of the portable
     # kernel 0.050 (D = 64).
     min_queries: ClassVar[int] = 256
+    takes_given: ClassVar[bool] = False
+    """Whether there are kernels beside a side that is given."""
+    given_header = "tile/given_swizzled.cuh"
 
     def refuses(self, work: Work, facts: DeviceFacts) -> str:
         problem = work.problem
         if facts.compute_capability != (9, 0):
             return "it needs compute capability 9.0"
-        if work.given:
+        if work.given and not self.takes_given:
             return "it computes both sides, and one is given"
         if work.float32:
             return "it multiplies 16-bit elements"
@@ -72,18 +78,27 @@ class Hopper(Kernel[Row]):
         return {"SKL_ARRIVING_LANES": ARRIVING_LANES}
 
     def boxes(self, work: Work, tile: Row) -> tuple[Box, ...]:
+        op = work.problem.operation
+
         def box(x: OperandSpec) -> Box:
+            if op.given(x.side):
+                return Box(x.name, GIVEN_ROWS)
             rows = tile.rows if x.rows == work.task.stationary else tile.columns
             if work.packed_rows and x.rows == "q":
                 return Box(x.name, work.packed_rows, rows // work.packed_rows)
             return Box(x.name, rows)
 
-        return tuple(map(box, work.problem.operation.operands))
+        return tuple(map(box, op.operands))
 
 
 def chunks(dim: int) -> int:
     """Pieces of 64 columns, 128 bytes: the longest row that the swizzle of tensor maps allows."""
     return -(-dim // 64)
+
+
+def given_bytes(work: Work, keys: int) -> int:
+    """Of the boxes for so many keys, of the side that is given."""
+    return sum(GIVEN_ROWS * keys * ELEMENT_BYTES[side.dtype] for side in work.sides if side.given)
 
 
 def row_bytes(work: Work) -> int:
@@ -97,7 +112,7 @@ def packed_rows(work: Work) -> int:
     lists other keys for each of them."""
     problem = work.problem
     rows = max(1 << (problem.queries - 1).bit_length(), LEAST_PACKED_ROWS)
-    alone = work.sharing_heads == 1 or rows > MOST_PACKED_ROWS
+    alone = work.sharing_heads == 1 or rows > MOST_PACKED_ROWS or work.given
     return 0 if alone or problem.sequences or problem.mask.blocks is not None else rows
 
 

@@ -12,8 +12,8 @@ from .base import ELEMENT_BYTES, Box, vector_loads
 from .structs import TENSOR_MAP
 
 MAX_STRIDE_BYTES = 1 << 40
-_BOX_COLUMNS = 64  # 128 bytes: the longest row the 128-byte swizzle allows
-_DATA_TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+_BOX_BYTES = 128  # of a row: the most that the 128-byte swizzle allows
+_DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_L2_256B = 3, 3
 
 
@@ -39,7 +39,7 @@ def _encoder() -> Any:
 
 
 def encode(pointer: int, x: Operand, batch: int, box: Box) -> bytes:
-    """The map of an input at an address: 64 columns wide boxes, 128-byte swizzle, zeros outside.
+    """The map of an input at an address: boxes of 128 bytes, 64 columns of 16 bits, 128-byte swizzle, zeros outside.
 
     Raises:
         DriverError: the driver refused; the message says what it was given.
@@ -58,7 +58,7 @@ def encode(pointer: int, x: Operand, batch: int, box: Box) -> bytes:
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * 4)(*extents),
         (ctypes.c_uint64 * 3)(*strides),
-        (ctypes.c_uint32 * 4)(_BOX_COLUMNS, box.rows, box.heads, 1),
+        (ctypes.c_uint32 * 4)(_BOX_BYTES // size, box.rows, box.heads, 1),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         ctypes.c_int(0),
         ctypes.c_int(_SWIZZLE_128B),
@@ -68,6 +68,6 @@ def encode(pointer: int, x: Operand, batch: int, box: Box) -> bytes:
     if code:
         raise DriverError(
             f"the driver refused a tensor map (CUresult {code}): address {pointer:#x}, extents {extents}, "
-            f"strides {strides} bytes, box {box.heads} x {box.rows} x {_BOX_COLUMNS}"
+            f"strides {strides} bytes, box {box.heads} x {box.rows} x {_BOX_BYTES // size}"
         )
     return bytes(raw[start : start + TENSOR_MAP.size])

@@ -198,7 +198,10 @@ private:
                 multiply_pieces(Everything{});
             } else {
                 await_score();
-                multiply_score(at.sub);
+                if constexpr (kGiven)
+                    read_score();
+                else
+                    multiply_score(at.sub);
             }
             await_grad();
             if (at.sub == 0)
@@ -251,6 +254,12 @@ private:
         multiply_rows<ScoreSide, kRows, ScoreSide::kChunks>(
             score_side, keys_score + static_cast<u64>(sub * (kSubRows * 128 >> 4)), score_stage(at_score.index()), 0);
         wgmma_commit();
+    }
+    // The same where it is given.
+    __device__ void read_score() {
+        ScoreSide::read_columns(score_side, shared.score_stage(at_score.index()),
+                                warp_row + Accumulators::first_row(lane));
+        __syncwarp();
     }
     // The same by pieces, done when it returns: each is waited for when it is needed and given back when it has been
     // read. `settled` is called when what was under way before is done. Sums of long head dims are two halves; for the
@@ -411,8 +420,8 @@ private:
         }
         await_turn();
         if constexpr (MORE) {
-            if constexpr (!kEarlyWaits) await_score();
-            multiply_score(kNextSub);
+            if constexpr (!kEarlyWaits && !kGiven) await_score();
+            if constexpr (!kGiven) multiply_score(kNextSub);
             if constexpr (!kEarlyWaits) await_grad();
             multiply_grad<kNextSub>();
         }
@@ -420,6 +429,10 @@ private:
         if constexpr (MORE) {
             wgmma_wait<1>();
             pass_turn();
+            if constexpr (kGiven) {  // while the product that adds to the sums is under way
+                await_score();
+                read_score();
+            }
             score_done(kNextSub);
             wgmma_wait<0>();
             grad_done(slot, SUB);

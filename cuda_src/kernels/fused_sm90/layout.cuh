@@ -50,8 +50,14 @@ constexpr int kKept = SKL_KEPT_CHUNKS;
 constexpr int kTilePieces = ScoreSide::kChunks + (ScoreSide::kChunks - kKept) * kGroups;  // of a tile of queries
 constexpr int kKeyBox = kKept < ScoreSide::kChunks ? 64 : kRows;  // keys that are copied at a time
 
+// Whether the score side is given: a stage of its ring has the numbers of a tile's pairs, and of keys there are none.
+enum : bool { kGiven = ScoreSide::kDim == 0 };
+enum : int { kBoxes = ScoreSide::boxes(kRows) };
+
 constexpr int kGradTileBytes = GradSide::bytes(kColumns);
-constexpr int kScoreStageBytes = kPieces ? kColumns * 128 : ScoreSide::bytes(kColumns);
+constexpr int kScoreStageBytes = kGiven    ? kBoxes * ScoreSide::kBoxBytes
+                                 : kPieces ? kColumns * 128
+                                           : ScoreSide::bytes(kColumns);
 constexpr int kHeld = SKL_HELD_STEPS;          // of the consumers' keys of the grad side
 constexpr bool kEarlyWaits = SKL_EARLY_WAITS;  // for the next tile's copies, before taking the turn
 constexpr bool kReadAgain = SKL_READ_AGAIN;  // what shared memory has, in every step, where no register is left for it
@@ -98,6 +104,7 @@ static_assert(kStagingTiles == 4 || kStagingTiles == 8, "plan: a chunk of dQ goe
 static_assert(kOutTiles <= 24, "plan: registers hold at most 192 columns of dK");
 static_assert(GradSide::kChunks % kWide == 0, "plan: products of dQ are equally wide");
 static_assert(kColumns == 64 && kGroups == 2, "plan: two consumer warpgroups compute 64 x 64 scores each");
+static_assert(!kGiven || (kSubs == 1 && !kPieces && !kPacked), "plan: no boxes of several heads");
 static_assert(kSubs == 1 || (kSubs == 2 && GradSide::kChunks == 1),
               "plan: registers hold two gradients of up to 64 columns");
 static_assert(kPieces ? kSubs == 1 && kScoreRing > kGroups : kKept == ScoreSide::kChunks,

@@ -134,11 +134,28 @@ private:
                     for (int group = 0; group < kGroups; ++group)
                         load_score(score_k, c, 1, key + 64 * group, item.head / score_group, batch);
                 }
+            } else if constexpr (kGiven) {
+                load_given(score_q, query, item);
+                load_grad(walk, query);
             } else {
                 load_score(score_q, 0, ScoreSide::kChunks, query, first_head(item), batch);
                 load_grad(walk, query);
             }
         }
+    }
+
+    // The numbers of the pairs of a tile, where the score side is given.
+    __device__ void load_given(const TensorMap& map, int query, const WorkItem& item) {
+        warp_wait(shared.barrier(kScoreEmpty, at_score.slot), at_score.parity ^ 1);
+        if (lane == 0) {
+            const u32 here = shared.barrier(kScoreFull, at_score.slot);
+            const Tensor4& numbers = kSide == kTeacher ? all.fused.base.in.student_q : all.fused.base.in.teacher_q;
+            mbarrier_expect(here, kScoreStageBytes);
+            load_boxes<ScoreSide>(shared.score_stage(at_score.slot), map, here, kBoxes, query,
+                                  item.segment.first_key + item.block.tile * kRows,
+                                  numbers.head == 0 ? 0 : first_head(item), item.block.batch);
+        }
+        at_score.advance();
     }
 
     // What a stage of the score side's ring holds, when that is free.
