@@ -37,12 +37,14 @@ struct SwizzledTile<CODE, 0> {
     // All boxes of a tile, for accumulators whose columns are its 64 queries; `key` is the lane's first.
     template <int TILES>
     __device__ static void read_columns(float (&x)[TILES][4], u32 at, int key) {
+        const u32 first = place(at, Accumulators::first_column(lane_id()), key);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const u32 first = place(at, Accumulators::first_column(lane_id()) + Accumulators::column(e),
-                                    key + Accumulators::below(Accumulators::row(e)));
+            // The next query and the lane's other key change bits that are not set yet: one register has all four places.
+            const int query = Accumulators::column(e), other = Accumulators::below(Accumulators::row(e)) * E::kBytes;
+            const u32 mine = (first ^ (query << 4) ^ other) + query * 128;
 #pragma unroll
-            for (int c = 0; c < TILES; ++c) x[c][e] = single(first + c * 8 * 128);
+            for (int c = 0; c < TILES; ++c) x[c][e] = single(mine + c * 8 * 128);
         }
     }
 
