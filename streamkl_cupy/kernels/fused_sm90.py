@@ -194,7 +194,7 @@ class _Fused(Hopper[_Row]):
     def lacks(self, work: Work) -> str:
         if work.out_dim > MAX_OUT:
             return f"registers hold gradients of head dims up to {MAX_OUT}"
-        spare = work.row_vectors < 4 and not work.turned and work.side.dtype == "bfloat16"
+        spare = work.row_vectors < 4 and not (work.turned or work.given) and work.side.dtype == "bfloat16"
         if not _holds(parts_of(work.problem.mask), spare):
             return "registers hold one mask with holes"
         if work.out_dim > 128 and work.mask_level:
@@ -354,6 +354,8 @@ def _holds(parts: tuple[Part, ...], spare: bool) -> bool:
 def _registers(work: Work, tile: _Row) -> tuple[int, int, int]:
     if work.turned and tile.registers == _Row.registers and not tile.pieces:
         return 200, 72, 40  # dots are turned by the consumers
+    if work.given and work.mask_level > 1:
+        return 208, 64, 32  # consumers say where the numbers of a pair are, and which pairs are visible
     holes = work.level > 1 and work.row_vectors > 3 and tile.warp_tiles == 1
     # A narrow type hands its gradients over as they are made; the other keeps them, beside four row vectors and a mask.
     return (208, 64, 32) if holes and work.out_dim <= 96 and work.side.dtype == "bfloat16" else tile.registers
