@@ -45,22 +45,32 @@ __device__ inline void clear_queries(const FusedArgs& args, const Entry& at) {
                                                 i % kPieces * 8)) = make_uint4(0, 0, 0, 0);
 }
 
+// Whether no query of a tile sees a key, so that nobody need clear its sums: whatever the pass may add to them is not
+// read either.
+__device__ inline bool unseen(const Mask& mask, int tile) {
+    if constexpr (kPacked || Mask::kParts == 0) return false;
+    const int first = tile * kColumns, end = min(first + kColumns, mask.segment.queries);
+    return end <= first || mask.keys_of(first, end).empty();
+}
+
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     streamkl_fused_prepare(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Workspace space(all.fused);
     const Entry at(space, args.n);
+    const Mask mask(args.n, at.segment, at.batch, at.head);
 
     if constexpr (!kDirect) {
         float4* const sums = reinterpret_cast<float4*>(space.sums + at.index * Workspace::kSums);
+        if (!unseen(mask, at.tile)) {
 #pragma unroll
-        for (int i = 0; i < kColumns * GradSide::kDim / 4 / kHelperThreads; ++i)
-            sums[threadIdx.x + kHelperThreads * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int i = 0; i < kColumns * GradSide::kDim / 4 / kHelperThreads; ++i)
+                sums[threadIdx.x + kHelperThreads * i] = make_float4(0.f, 0.f, 0.f, 0.f);
+        }
         if (threadIdx.x >= 32) return;
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *space.taken = 0;
 
-    const Mask mask(args.n, at.segment, at.batch, at.head);
     if constexpr (kDirect && Mask::kParts > 0) {
         if (!visited(mask, at.tile)) clear_queries(all.fused, at);
     }
@@ -87,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     const Entry at(space, args.n);
     const float* const sums = space.sums + at.index * Workspace::kSums;
     const Mask mask(args.n, at.segment, at.batch, at.head);
+    const bool zeros = unseen(mask, at.tile);
     // A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements
     // are the upper row, the others the lower one. A thread takes whole parts, neighbours those of one row.
     constexpr int kParts = GradSide::kDim / 8;
@@ -94,7 +105,9 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     for (int i = threadIdx.x; i < 32 * kParts; i += kHelperThreads) {
         const int part = i % kParts, quad = i / kParts, upper = quad / 8 * 16 + quad % 8, chunk = part / 8;
         const float4* const from = reinterpret_cast<const float4*>(sums + sum_index(chunk, part % 8, quad * 4));
-        const float4 x[4] = {from[0], from[1], from[2], from[3]};
+        float4 x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[j] = zeros ? make_float4(0.f, 0.f, 0.f, 0.f) : from[j];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const TileRow to(all.fused, at.segment, at.head, at.tile, upper + 8 * half);
