@@ -139,7 +139,8 @@ class _Forward(Hopper[_Row]):
         rows = tuple(row for row in super().fitting(work, facts) if row.two_holes or not _two_holes(work))
         if work.state_floats > LONG_STATE:
             return tuple(row for row in rows if row.warps < 16 and row.min_blocks == 1)
-        return tuple(row for row in rows if row.warps < 16 or work.mask_level < 3 or not work.long_state)
+        most = 1 if work.given else 2
+        return tuple(row for row in rows if row.warps < 16 or work.mask_level <= most or not work.long_state)
 
     def most_splits(self, work: Work, tile: _Row) -> int:
         return splits_of_last_rows(work.problem, tile.rows, tile.columns)
