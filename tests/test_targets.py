@@ -399,7 +399,9 @@ def test_kernels_compile(rng: np.random.Generator) -> None:
         scores=[(name, "dot") for name in GIVEN],
     )
     assert refused == []
-    kernels = [x.kernel for x in catalogue.hardest(listed) if x.kernel.name in ("forward", "student_q", "student_k", "student")]
+    kernels = [
+        x.kernel for x in catalogue.hardest(listed) if x.kernel.name in ("forward", "student_q", "student_k", "student")
+    ]
     assert {x.family for x in kernels} == {"sm80"}
     for i in rng.choice(len(kernels), 3, replace=False):
         built = build(kernels[i].text, kernels[i].arch)

@@ -325,7 +325,7 @@ class Problem:
         found = self.prepare(peer, name)()
         if name == "forward":
             value = (found if torch.is_tensor(found) else found.kl)[entry, head].double()
-            error = float(((value - want).abs() / (1 + want.abs())).max())
+            error = float(((value - want).abs() / (1 + want.abs())).max().detach())
             return "" if error < (2e-5 if peer == OURS else 1e-1) else f"value of head {head} is off by {error:.1e}"
         upstream = self.prepare(peer, "forward")()
         upstream = (upstream if torch.is_tensor(upstream) else upstream.kl)[entry, head].double().detach()
