@@ -4,6 +4,8 @@ Shared memory, bytes (`sm90.py`), with 64 keys to a tile:
 
     1024 + rows * (chunks(D_t) + chunks(D_s)) * 128 + stages * piece_chunks * 8192 + barriers
 
+A teacher that is given has no rows there, and its pieces are boxes of 64 queries x 128 bytes of keys.
+
 Registers: a consumer thread holds 64 scores (32 of each side) and its row states, and 4 for each step of resident rows
 that it holds; the producer needs few. 128 * (groups * consumer + producer) must fit.
 """
