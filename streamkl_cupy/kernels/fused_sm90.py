@@ -6,9 +6,9 @@ Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), `keys` of a bloc
         + 16384 * ds_stages + 2048 * staging_tiles * stagings + stages * row_vectors * 256 + barriers + work items
 
 `kept` and `unit` are chunks(D_other) where whole tiles of the other side fit. By pieces `unit` is 1, `kept` are as many
-chunks of its keys as fit, and stages take what is left. Where it is given, nothing is kept and a stage has the numbers of a
-tile, 64 * keys * their bytes. Where a tile has all keys of a head, 8192 bytes take the place
-of the stagings, for a query gradient that is written without sums.
+chunks of its keys as fit, and stages take what is left. Where it is given, none is kept, a stage has the numbers of a
+tile, 64 * keys * their bytes. Where a tile has all keys of a head, 8192 bytes take the place of the stagings, for a
+query gradient that is written without sums.
 
 Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
 the keys themselves; masks with holes, intervals beside four row vectors, an other side beyond 128 and shares of tiles
