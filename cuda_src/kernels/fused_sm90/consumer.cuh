@@ -38,8 +38,8 @@ __device__ inline void logit_gradients(Gradients& out, u32 to, Scores& score_sid
     const int pair = Accumulators::pair(lane_id());
 #pragma unroll
     for (int c = 0; c < kTiles; ++c) {
-        turn<Score<1 - kSide>, 1>(score_side, c, numbers.of<1 - kSide>());
-        turn<Score<kSide>, 1>(grad_side, c, numbers.of<kSide>());
+        turn<Score<1 - kSide>, 4>(score_side, c, numbers.of<1 - kSide>());
+        turn<Score<kSide>, 4>(grad_side, c, numbers.of<kSide>());
         RowStats x[2];
         Stats::read(x, stats, 4 * c + pair);
 #pragma unroll
