@@ -81,10 +81,25 @@ _TABLE = (
 
 # Beside a teacher that is given.
 _GIVEN = (
-    _Row(16, 1, COLUMNS, 6, 1, 64, "numbers of two tiles in flight, of four in 16 bits", given_stages=4),
-    _Row(16, 1, COLUMNS, 6, 1, 64, "numbers of two tiles in flight, of four in 16 bits", given_stages=2),
-    _Row(16, 1, COLUMNS, 4, 1, 128, "the same, of three in 16 bits", piece_chunks=2, given_stages=3),
-    _Row(16, 1, COLUMNS, 2, 1, 128, "the same", piece_chunks=2, given_stages=2),
+    *(
+        _Row(16, 1, COLUMNS, 6, 1, 64, "numbers of several tiles in flight", given_stages=stages, two_holes=False)
+        for stages in (4, 2)
+    ),
+    *(
+        _Row(
+            16,
+            1,
+            COLUMNS,
+            stages,
+            1,
+            128,
+            "the same, as many as there is room for",
+            piece_chunks=2,
+            given_stages=given_stages,
+            two_holes=False,
+        )
+        for stages, given_stages in ((4, 3), (2, 2))
+    ),
     _Row(8, 1, COLUMNS, 4, 1, 128, "few rows in all: twice the blocks", piece_chunks=2, given_stages=3),
     _Row(8, 1, COLUMNS, 4, 1, 256, "the same, for long rows", piece_chunks=2, given_stages=2),
 )
