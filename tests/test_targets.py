@@ -390,9 +390,10 @@ def test_other_lengths_compile_nothing() -> None:
 def test_kernels_compile(rng: np.random.Generator) -> None:
     """Some of the hardest; a product more or less does not make them, so the rules are those of most calls."""
     pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
-    types = [catalogue.ElementTypes(*x) for x in (("bfloat16", "bfloat16"), ("float32", "float32"))]
+    pairs = ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")
+    types, arch = [catalogue.ElementTypes(*x) for x in pairs], str(rng.choice(catalogue.ARCHS))
     listed, refused = catalogue.entries(
-        str(rng.choice(catalogue.ARCHS)),
+        arch,
         [(128, 128)],
         types,
         masks=("none", "padding", "everything"),
@@ -402,7 +403,7 @@ def test_kernels_compile(rng: np.random.Generator) -> None:
     kernels = [
         x.kernel for x in catalogue.hardest(listed) if x.kernel.name in ("forward", "student_q", "student_k", "student")
     ]
-    assert {x.family for x in kernels} == {"sm80"}
+    assert {x.family for x in kernels} == {"sm80", *(["sm90"] if arch == "sm_90" else [])}
     for i in rng.choice(len(kernels), 3, replace=False):
         built = build(kernels[i].text, kernels[i].arch)
         assert (built.spill_bytes, built.notes) == (0, ()), kernels[i]
