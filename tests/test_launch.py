@@ -273,7 +273,7 @@ def test_kernels_walk_lists_of_their_own_tiles(driver: Driver, monkeypatch: pyte
             expected = [plan.forward, *(plan.gradient(name) for name in wrt)]
         wanted = [
             (1, kernel.tile.rows, kernel.tile.columns, not dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"],
-             kernel.schedule.group, kernel.schedule.longest)
+             kernel.schedule.group, kernel.schedule.longest, kernel.tile.pairs)
             for kernel in expected
         ]  # fmt: skip
         assert asked == wanted

@@ -419,14 +419,14 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     const auto buffer = [](u64 first, int slot) { return first + static_cast<u64>(slot * (kExchangeBytes >> 4)); };
     RingCursor<kStages> at;
     u32 count = 0;  // of tiles
-    const auto next_step = [&]() {
+    const auto next_step = [&lay, &at]() {
         warp_wait(lay.full(at.slot), at.parity);  // or two arrivals could fall into one phase
         return *reinterpret_cast<const Step*>(__cvta_shared_to_generic(lay.step(at.slot)));
     };
 
     // dQ of the last tile, added to its sums, where it is the warpgroup's turn.
     using Part = float[kOutTiles][4];
-    const auto issue_queries = [&](Part& dq) {
+    const auto issue_queries = [&lay, &count, &buffer, exchange, keys_out](Part& dq) {
         const u32 of_last = count - 1;
         mbarrier_wait(lay.made(of_last % kExchanges), of_last / kExchanges & 1);
         const u64 exchanged = buffer(exchange, of_last % kExchanges);
@@ -445,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         }
         wgmma_commit();
     };
-    const auto add_queries = [&](Part& dq) {
+    const auto add_queries = [&lay, &count, &all, warp, lane](Part& dq) {
         fence_accumulators(dq);
         const u32 of_last = (count - 1) % kExchanges;
         const int entry = shared_int(lay.entry(of_last));
@@ -480,8 +480,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         clear<kOutTiles>(out);
         clear<kValueTiles>(out_values);
         mbarrier_wait(lay.keys_here(), static_cast<u32>(work.bits));
-        clear_unseen<Scored, 64>(lay.keys() + group * 64 * 128, kRows, kWarpgroup + group,
-                                 [&](int r) { return key_seen(all, halves, group, first_key + r); });
+        clear_unseen<Scored, 64>(
+            lay.keys() + group * 64 * 128, kRows, kWarpgroup + group,
+            [&all, &halves, group, first_key](int r) { return key_seen(all, halves, group, first_key + r); });
         const u32 start = count;
 #pragma unroll 1
         for (;;) {
@@ -502,9 +503,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                 Visible pairs;
                 if (!full) {
                     pairs.find(mask, query, first_key + 16 * warp + Accumulators::first_row(lane));
-                    clear_unseen<Scored, kColumns>(lay.queries(slot), kColumns, kWarpgroup + group, [&](int r) {
-                        return query_seen(lay.work(group), mask, step, query + r);
-                    });
+                    clear_unseen<Scored, kColumns>(lay.queries(slot), kColumns, kWarpgroup + group,
+                                                   [&lay, &mask, &step, group, query](int r) {
+                                                       return query_seen(lay.work(group), mask, step, query + r);
+                                                   });
                 }
                 Strip<kTiles> t, d;
                 wgmma_fence();
