@@ -15,7 +15,7 @@ from test_packing import LOG2E, Book, needs_compiler, shapes, strides, under
 
 import streamkl_cupy
 from streamkl_cupy import launch, patterns, planning
-from streamkl_cupy.kernels import KERNELS, structs
+from streamkl_cupy.kernels import KERNELS, attention_fused_sm90, structs
 from streamkl_cupy.kernels.gathered import gathered
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.kernels.work_tiles import same_lists
@@ -138,7 +138,10 @@ def test_a_forward_of_split_keys_is_packed_by_name(book: Book, rng: np.random.Ge
 
 @needs_compiler
 @pytest.mark.parametrize("wrt", [NAMES, ("key",), ("query", "value")])
-def test_a_backward_is_packed_by_name(book: Book, rng: np.random.Generator, wrt: tuple[str, ...]) -> None:
+def test_a_backward_is_packed_by_name(
+    book: Book, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, wrt: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(attention_fused_sm90, "WITHOUT_PATTERNS", True)
     call = Call(rng, 300, 333, (64, 128), MaskSpec(("causal",), (("q_offset", 33),)))
     plan = call.runner.plan
     outputs = SPARSE_ATTENTION.Gradients(*(call.outputs[name] if name in wrt else None for name in NAMES))
@@ -206,9 +209,8 @@ def problem(dims: tuple[int, int], dtype: str = "bfloat16", rows: tuple[int, int
 @pytest.mark.parametrize(
     "dims, dtype, forward, gradients, both",
     [
-        ((128, 128), "bfloat16", "sm90", ["sm90"] * 3, "sm90 sm90"),
-        ((64, 128), "float16", "sm90", ["sm90"] * 3, "sm90 sm90"),
-        ((128, 128), "float16", "sm90", ["sm90"] * 3, "sm90"),
+        ((128, 128), "bfloat16", "sm90", ["sm90"] * 3, "sm90"),
+        ((64, 128), "float16", "sm90", ["sm90"] * 3, "sm90"),
         ((192, 128), "bfloat16", "sm90", ["sm90", "sm80", "sm80"], ""),
         ((256, 256), "float16", "sm80", ["sm80"] * 3, ""),
         ((128, 100), "bfloat16", "sm80", ["sm80"] * 3, "sm80"),
@@ -309,7 +311,9 @@ def test_alike_units_are_gathered() -> None:
 
 
 def test_all_gradients_in_one_pass_are_planned() -> None:
-    plan = make_plan(problem((128, 128)), facts_for_arch("sm_90"))
+    made = patterns.sharded(32, window=127, stride=4, queries=4096, block=64, causal=True, key_heads=8)
+    mask = MaskSpec(("blocks",), (), made)
+    plan = make_plan(problem((128, 128), mask=mask), facts_for_arch("sm_90"))
     whole, both = plan.fused
     assert whole.names == NAMES
     sums = 4 * 32 * 64 * 64 * 128
@@ -321,10 +325,13 @@ def test_all_gradients_in_one_pass_are_planned() -> None:
     # Without room for the sums, as with equal bits, each of the two passes has its kernel.
     few = [[kernel.name for kernel in step.kernels] for step in plan.backward_steps(NAMES, plan.gradient_start)]
     assert few[1:] == [["attention"], ["query"]]
-    equal = make_plan(replace(problem((128, 128)), deterministic=True), facts_for_arch("sm_90"))
+    equal = make_plan(replace(problem((128, 128), mask=mask), deterministic=True), facts_for_arch("sm_90"))
     assert equal.fused == (both,)
     assert "attention: no pass for all gradients (not sm90: deterministic=True" in str(equal)
     assert equal.backward_bytes(NAMES) == equal.gradient_start
+    without = make_plan(problem((128, 128)), facts_for_arch("sm_90"))
+    assert [x.names for x in without.fused] == [both.names]
+    assert "no pass for all gradients (not sm90: without a pattern" in str(without)
 
 
 # Results
@@ -334,6 +341,7 @@ def test_all_gradients_in_one_pass_are_planned() -> None:
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Kernels of one family for all that it can do, or with that for all gradients in one pass."""
     found = str(request.param)
+    monkeypatch.setattr(attention_fused_sm90, "WITHOUT_PATTERNS", True)
     if found != "one pass":
         monkeypatch.setitem(KERNELS, "attention_fused", ())
         for kind in ("attention", "attention_gradient"):
