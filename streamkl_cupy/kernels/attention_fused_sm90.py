@@ -28,8 +28,8 @@ EXCHANGES = 3
 HALF = 64
 """Keys of a warpgroup, which lie anywhere."""
 WITHOUT_PATTERNS = False
-"""Whether it is planned there. By 64 keys at a time, 16 heads x 8192, causal, it took 1.63 ms where a pass for queries and
-one for keys and values take 1.41 (H200); by 128 it has not been timed."""
+"""Whether it is planned there. By 64 keys at a time, 16 heads x 8192, causal, it took 1.63 ms where a pass for queries
+and one for keys and values take 1.41 (H200); by 128 it has not been timed."""
 MOST_OUT = 128
 MOST_BESIDE = 192
 """Columns of the gradients of keys and values together, where something takes registers beside them."""
