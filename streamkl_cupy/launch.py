@@ -457,6 +457,7 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
     if plan.args is MASK_BITS:
         return MASK_BITS.pack({"batch": 0, "column": 0, "count": 0, "entries": problem.batch})
     task, schedule = plan.task, plan.schedule
+    paired = bool(lists) and plan.tile is not None and plan.tile.pairs  # then units come last
     numbers: dict[str, Value] = {
         "n.batch": problem.batch,
         "heads": problem.heads,
@@ -466,12 +467,12 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "head_group": schedule.head_group,
         "splits": schedule.splits,
         "sequences": problem.sequences,
-        "mask": _mask_words(problem, lists[:3])[0],
+        "mask": _mask_words(problem, lists[:-1] if paired else lists)[0],
         "entries": problem.batch,
         "out_scale": Work(problem, task).side.scale,
         "partial_slots": schedule.partial_slots,
         "heads_together": schedule.heads_together,
-        "units": lists[3] if len(lists) > 3 else 0,
+        "units": lists[-1] if paired else 0,
         "units_alike": int(problem.mask.pattern is not None and problem.mask.pattern.heads == 1),
     }
     for name, side in problem.sides.items():
