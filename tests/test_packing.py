@@ -13,6 +13,7 @@ import shutil
 import struct
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,12 @@ def paths(name: str) -> dict[str, str]:
     if name == "MaskBitsArgs":
         return {"bytes": "Q", "words": "Q", "batch": "q", "column": "q", "count": "q", "entries": "i"}
     four, three = ("batch", "head", "row", "column"), ("batch", "head", "row")
+    if name == "SavedRowsArgs":
+        found = {
+            f"{x}.{axis}": "q" for x in ("grad", "value", "teacher_lse", "student_lse", "moments") for axis in three
+        }
+        found |= {f"{x}.pointer": "Q" for x in ("grad", "value", "teacher_lse", "student_lse", "moments")}
+        return found | {"entries": "i", "heads": "i", "queries": "i", "workspace": "Q"}
     forward = "Forward" in name
     tensors = {f"in.{x}": four for x in INPUT_NAMES}
     tensors |= dict.fromkeys(("value", "teacher_lse", "student_lse"), three)
@@ -430,6 +437,42 @@ def test_a_field_without_a_value_is_not_zero_by_chance() -> None:
         structs.MASK_BITS.pack({"batch": 1, "column": 1, "entries": 1})
     with pytest.raises(KeyError, match="rows"):
         structs.MASK_BITS.pack({"batch": 1, "column": 1, "entries": 1, "count": 1, "rows": 1})
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrt", [("student_q",), ("teacher_k", "student_k")])
+def test_rows_of_moments_are_made_in_the_workspace_and_read_there(
+    book: Book, rng: np.random.Generator, wrt: tuple[str, ...]
+) -> None:
+    call = Call(rng, 300, 333, (64, 128), WINDOW)
+    call.problem = replace(call.problem, divergence="cosine")
+    call.runner = launch.Runner(call.problem)
+    row = SimpleNamespace(ptr=next(call.addresses), strides=(8 * 300 * 5, 300 * 5, 5, 1))
+    call.saved = call.saved._replace(moments=row)
+    call.backward(*wrt)
+    plan, size = call.runner.plan, 4 * 2 * 8 * 300
+    free = call.workspace + plan.mask_bytes
+    made: dict[str, int] = {}
+    for symbol, got in book:
+        if symbol == "streamkl_saved_rows":
+            assert [got[x] for x in ("entries", "heads", "queries")] == [2, 8, 300]
+            for name, field in (*zip(ROWS, ("grad", "teacher_lse", "student_lse", "value")), ("moments", "moments")):
+                view = getattr(call.saved, name)
+                want = {"pointer": view.ptr, **dict(zip(("batch", "head", "row"), view.strides))}
+                assert {x: got[f"{field}.{x}"] for x in want} == want
+            # One side's beside the other's, behind the mask's bits and before what gradients work in.
+            assert free <= got["workspace"] <= call.workspace + plan.gradient_start - 4 * size
+            free = got["workspace"] + 4 * size
+            made[("teacher", "student")[len(made) if len(wrt) > 1 else 1]] = got["workspace"]
+        elif "mask_bits" not in symbol:
+            side = next(x for x in made if got["out.pointer"] in [
+                getattr(call.outputs, name).ptr for name in wrt if name.startswith(x)
+            ])  # fmt: skip
+            for i, field in enumerate(("grad", "teacher_lse", "student_lse", "value")):
+                want = {"pointer": made[side] + i * size, "batch": 8 * 300, "head": 300, "row": 1}
+                assert {x: got[f"{field}.{x}"] for x in want} == want
+    assert len(made) == len(wrt)
+    assert len([symbol for symbol, _ in book if "gradient" in symbol]) == len(wrt)
 
 
 def test_split_states_fit_the_workspace(rng: np.random.Generator) -> None:

@@ -19,7 +19,7 @@ from streamkl_cupy.kernels import KERNELS, combine, gpus
 from streamkl_cupy.kernels.base import Work
 from streamkl_cupy.kernels.work_tiles import survey
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
-from streamkl_cupy.ops import ATTENTION_KL
+from streamkl_cupy.ops import ATTENTION_KL, SPARSE_ATTENTION
 from streamkl_cupy.planning import MAX_ROWS, Plan, facts_for_arch, make_plan
 from streamkl_cupy.problem import INPUT_NAMES, Device, MaskSpec, Operand, Problem, Side
 from streamkl_cupy.rules.divergences import DIVERGENCES
@@ -248,17 +248,24 @@ def test_a_tile_with_all_keys_needs_no_sums_of_the_queries_gradient(deterministi
     assert [fused.main.tile.rows for fused in plan(M=197, N=197, heads=8).fused] == [128, 128]
 
 
-@pytest.mark.parametrize("kind", ["forward", "gradient"])
+@pytest.mark.parametrize("kind", ["forward", "gradient", "attention", "attention_gradient"])
 def test_registers_of_warpgroups_fit_what_a_launch_gets(kind: str) -> None:
+    """A consumer has the sums, and the producer nothing but addresses."""
     masks = (MaskSpec(), MaskSpec(("keys",)), MaskSpec(("window", "lengths", "keys")))
-    tasks = [ATTENTION_KL.forward] if kind == "forward" else list(ATTENTION_KL.gradients)
+    op = ATTENTION_KL if kind in ("forward", "gradient") else SPARSE_ATTENTION
     kernel = KERNELS[kind][0]
-    for task, mask in itertools.product(tasks, masks):
-        work = Work(problem(mask=mask), task)
+    for task, mask in itertools.product([x for x in (op.forward, *op.gradients, *op.fused) if x.kind == kind], masks):
+        of = problem(mask=mask)
+        value = of.distributions[0].k
+        work = Work(
+            of if op is ATTENTION_KL else replace(of, op=op.name, distributions=of.distributions[:1], extras=(value,)),
+            task,
+        )
         for row in kernel.table(work):
             constants = kernel.constants(work, row)
             consumer, producer = (constants[f"SKL_{name}_REGISTERS"] for name in ("CONSUMER", "PRODUCER"))
             assert {consumer % 8, producer % 8} == {0}
+            assert producer <= 56 < 80 <= consumer <= 240, row
             threads = kernel.threads(row)
             # Of 65,536 per multiprocessor, as many for each thread, in eights.
             given = 65536 // (threads * row.min_blocks) // 8 * 8 * threads
