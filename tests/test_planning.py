@@ -250,7 +250,7 @@ def test_a_tile_with_all_keys_needs_no_sums_of_the_queries_gradient(deterministi
 
 @pytest.mark.parametrize("kind", ["forward", "gradient", "attention", "attention_gradient"])
 def test_registers_of_warpgroups_fit_what_a_launch_gets(kind: str) -> None:
-    """A consumer has the sums, and the producer nothing but addresses."""
+    """A consumer has the sums, and the producer addresses: not the other way."""
     masks = (MaskSpec(), MaskSpec(("keys",)), MaskSpec(("window", "lengths", "keys")))
     op = ATTENTION_KL if kind in ("forward", "gradient") else SPARSE_ATTENTION
     kernel = KERNELS[kind][0]
@@ -265,7 +265,7 @@ def test_registers_of_warpgroups_fit_what_a_launch_gets(kind: str) -> None:
             constants = kernel.constants(work, row)
             consumer, producer = (constants[f"SKL_{name}_REGISTERS"] for name in ("CONSUMER", "PRODUCER"))
             assert {consumer % 8, producer % 8} == {0}
-            assert producer <= 56 < 80 <= consumer <= 240, row
+            assert producer < consumer <= 240, row
             threads = kernel.threads(row)
             # Of 65,536 per multiprocessor, as many for each thread, in eights.
             given = 65536 // (threads * row.min_blocks) // 8 * 8 * threads
