@@ -4,8 +4,9 @@
 
 Works in a copy of the tree. A fault changes one expression or statement: an operator, a comparison, a constant, two
 arguments that change places, a statement that is gone, the teacher for the student. Texts, annotations, decorators and
-tables of tiles are left alone. The quick tests and those that import the module run first; with --all what survives them meets the
-other tests that take seconds too. A test that notices a fault must pass without it. Not part of CI: it takes minutes.
+tables of tiles are left alone. The quick tests and those that import the module run first; with --all what survives
+them meets the other tests that take seconds too. A test that notices a fault must pass without it. Not part of CI: it
+takes minutes.
 """
 
 from __future__ import annotations
