@@ -188,7 +188,7 @@ def test_an_architecture_that_shares_its_kernels_with_others(rng: np.random.Gene
 
 
 def test_the_hardest_of_several_rules_are_those_of_each() -> None:
-    every = [catalogue.entries("sm_80", divergences=[divergence])[0] for divergence in DIVERGENCES]
-    together = catalogue.hardest(catalogue.entries("sm_80", divergences=DIVERGENCES)[0])
+    every = [catalogue.entries("sm_80", COMMON_DIMS, divergences=[divergence])[0] for divergence in DIVERGENCES]
+    together = catalogue.hardest(catalogue.entries("sm_80", COMMON_DIMS, divergences=DIVERGENCES)[0])
     alone = [entry.kernel for listed in every for entry in catalogue.hardest(listed)]
     assert {(e.kernel.text, e.kernel.arch) for e in together} == {(kernel.text, kernel.arch) for kernel in alone}
