@@ -551,33 +551,33 @@ private:
         student(logits, item, first_key);
         if (item.absent) return;
         const int batch = item.entry / args.groups, group = item.entry % args.groups;
-        if constexpr (kEnding == kEndsInRows && !SKL_BITS) {  // most tiles are not cut by any row's interval
-            if (item.all_begin <= first_key && first_key + kWarpColumns <= item.all_end) {
-                end_rows(t, logits, item, key, first_key, AllKeys{}, AllKeys{});
-                return;
+        // Most tiles are not cut by any row's interval.
+        const bool all = kEnding == kEndsInRows && !SKL_BITS && item.all_begin <= first_key &&
+                         first_key + kWarpColumns <= item.all_end;
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            if constexpr (kEnding == kEndsInRows && !SKL_BITS) {
+                if (all) {
+                    end_row(t, logits, item, key, first_key, below, AllKeys{});
+                    continue;
+                }
             }
-        }
-        const RowKeys seen[2] = {RowKeys(args, batch, group, first_row),
-                                 RowKeys(args, batch, group, first_row + Accumulators::below(1))};
-        if constexpr (kEnding == kEndsInRows) {
-            end_rows(t, logits, item, key, first_key, seen[0], seen[1]);
-        } else {
-            write_strip(t, logits, item, 0, seen[0], first_key);
-            write_strip(t, logits, item, 1, seen[1], first_key);
+            const RowKeys seen(args, batch, group, first_row + Accumulators::below(below));
+            if constexpr (kEnding == kEndsInRows)
+                end_row(t, logits, item, key, first_key, below, seen);
+            else
+                write_strip(t, logits, item, below, seen, first_key);
         }
     }
 
     template <class Keys>
-    __device__ void end_rows(const Strip<kTiles>& t, const Strip<kTiles>& logits, const Item& item, int key,
-                             int first_key, const Keys& upper, const Keys& lower) const {
-#pragma unroll
-        for (int below = 0; below < 2; ++below) {
-            MassState state;
-            state.start();
-            absorb<true>(state, t, logits, args.index_scale2, below, below == 0 ? upper : lower, first_key);
-            Accumulators::merge_row(state);
-            write_state(item, key, below, state);
-        }
+    __device__ void end_row(const Strip<kTiles>& t, const Strip<kTiles>& logits, const Item& item, int key,
+                            int first_key, int below, const Keys& seen) const {
+        MassState state;
+        state.start();
+        absorb<true>(state, t, logits, args.index_scale2, below, seen, first_key);
+        Accumulators::merge_row(state);
+        write_state(item, key, below, state);
     }
 
     // Of a share's second and later tiles what there is already is added to.

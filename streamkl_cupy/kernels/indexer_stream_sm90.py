@@ -59,6 +59,8 @@ def lacks(shape: IndexerShape, ending: str, several: bool, facts: DeviceFacts) -
         return "it has no rotary parts"
     if shape.teacher_dim % 8 or shape.index_dim % 8:
         return "head dims must be multiples of 8"
+    if several and shape.bits and ending == "rows":
+        return "registers beside several key heads do not suffice for bits of keys"
     if missing := {"TQ", "TK", "SQ", "SK"} - shape.maps:
         return f"tensor maps cannot describe {', '.join(sorted(missing))}"
     return "" if _fitting(shape, several, facts) else "the head dims need more shared memory than there is"
