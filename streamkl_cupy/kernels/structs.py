@@ -352,7 +352,7 @@ INDEXER = Struct(
         Field("end_row", "int"),
         Field("teacher_scale2", "float", "in base 2"),
         Field("index_scale2", "float"),
-        Field("gates", "u64", "[B][G][strip's row tiles][head][key tiles] words of tile/strip.cuh"),
+        Field("gates", "u64", "[B][strip's row tiles][G][head][key tiles] words of tile/strip.cuh"),
         Field("weighted_queries", "u64", "[B][HI][strip's row tiles] tiles of operands, times their weights"),
         Field("key_tiles", "u64", "[B][index_key_heads] of all keys the same"),
         Field("units", "u64", "ints, [B index_key_heads][key blocks] and the end: a strip's work before each"),

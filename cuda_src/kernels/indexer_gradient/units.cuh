@@ -1,7 +1,7 @@
 // Work of the gradient of the indexer's keys, in units of one row tile, one head and one block of keys. Units are
 // numbered by blocks of keys, in these by row tiles, in these by heads; every block of threads has as many of them as
 // the others, one after the other, so it may begin in the middle of a block of keys. Whoever has the first unit of a
-// block of keys adds to the sums, others leave theirs beside them (indexer_gradient/join.cuh).
+// block of keys adds to the sums, others leave theirs beside them (kernels/indexer_gated_join.cu).
 #pragma once
 #include "common/args.cuh"
 #include "common/config.cuh"
