@@ -1,5 +1,6 @@
 // Adds what blocks of threads have left of blocks of keys that others began to the sums, in their order, and after the
-// last strip rounds the sums into the output. blockIdx.x is the block of keys of an entry, blockIdx.y a part of its rows.
+// last strip rounds the sums into the output. blockIdx.x is the block of keys of an entry, blockIdx.y a part of its
+// rows.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "kernels/indexer_gradient/units.cuh"

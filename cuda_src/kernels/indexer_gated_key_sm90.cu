@@ -3,8 +3,8 @@
 //
 //   dk_j = sum over rows and heads of [gate] dI (w_h q_h)
 //
-//   block     so many units of work as every other (indexer_gradient/units.cuh): heads of row tiles, of one block of 256
-//             keys after another
+//   block     as many units of work as every other (indexer_gradient/units.cuh): heads of row tiles, of one block of
+//             256 keys after another
 //   producer  one warp; streams a row tile's gradients for these keys, two buffers, and through a ring each head's
 //             weighted queries and gates
 //   consumers two warpgroups, 128 of the keys each: the gradients, transposed, stay in registers for all heads of a row

@@ -1,8 +1,8 @@
 // Gradients of the indexer's queries and weights on Hopper, from what the score kernels leave: gradients of logits and
 // gates (tile/strip.cuh). With x_h = (gate_h . dI) K of a row, dq_h = w_h x_h and dw_h = q_h . x_h.
 //
-//   block     so many units of work as every other (indexer_gradient/items.cuh): key tiles of one item after another, 64
-//             query rows of kGroups * kHeads heads of one group
+//   block     as many units of work as every other (indexer_gradient/items.cuh): key tiles of one item after another,
+//             64 query rows of kGroups * kHeads heads of one group
 //   producer  one warp; streams keys, the strip's tile and the heads' gates, 64 keys at a time, through a ring
 //   consumers kGroups warpgroups with kHeads heads each: operand A from the strip's tile, which they share, and gates;
 //             X += A K, in registers over all keys. One builds operands while another's products are under way

@@ -1,6 +1,6 @@
 // The student's queries times their weights, or its keys as they are, in tiles of 64 rows as products of warpgroups
-// read them: bfloat16, chunks of 64 columns, swizzled, one tile after the other, so that plain bulk copies bring them. blockIdx.x
-// is the tile, of queries in the strip, and blockIdx.y the head.
+// read them: bfloat16, chunks of 64 columns, swizzled, one tile after the other, so that plain bulk copies bring them.
+// blockIdx.x is the tile, of queries in the strip, and blockIdx.y the head.
 //
 // Of queries without gradient nothing comes, whatever they and their weights hold; and rows that hold a NaN or an
 // infinity become zeros, for the gradients of pairs that see them are NaN already, and for others 0 times the row must

@@ -1,6 +1,6 @@
 // How the work that the gradients are in a strip is numbered: what is before each block of keys
-// (indexer_gradient/units.cuh), by the first block of threads, and before each row tile (indexer_gradient/items.cuh), by
-// the second. The third numbers the strip's tiles themselves, by row tiles.
+// (indexer_gradient/units.cuh), by the first block of threads, and before each row tile (indexer_gradient/items.cuh),
+// by the second. The third numbers the strip's tiles themselves, by row tiles.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "kernels/indexer_gradient/items.cuh"

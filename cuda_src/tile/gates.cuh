@@ -1,5 +1,5 @@
-// Gradients of the indexer's logits as operands A of a warpgroup's products, for each head with the gates that the score
-// kernels have left (tile/strip.cuh): no score is computed again, and no element touched but by a mask.
+// Gradients of the indexer's logits as operands A of a warpgroup's products, for each head with the gates that the
+// score kernels have left (tile/strip.cuh): no score is computed again, and no element touched but by a mask.
 #pragma once
 #include "ptx/mma.cuh"
 #include "ptx/wgmma.cuh"

@@ -1,8 +1,9 @@
 // The strip of logit gradients, and beside it the gates of every head, as the score kernels leave them.
 //
-// By rows (SKL_TILED_STRIP 0): [B][G][strip_rows][strip_pitch], and no gates. In tiles: [B][row tile][G][key tile] of 64
-// x 64, as many of keys as rows of the tile see, in each the 8 x 8 pieces of operands A one after the other, [16 rows][16 keys][8 keys][8 rows], a piece by rows.
-// ldmatrix reads them as they are or transposed, and a warp writes its accumulators 128 bytes at a time.
+// By rows (SKL_TILED_STRIP 0): [B][G][strip_rows][strip_pitch], and no gates. In tiles: [B][row tile][G][key tile] of
+// 64 x 64, as many of keys as rows of the tile see, in each the 8 x 8 pieces of operands A one after the other, [16
+// rows][16 keys][8 keys][8 rows], a piece by rows. ldmatrix reads them as they are or transposed, and a warp writes its
+// accumulators 128 bytes at a time.
 //
 // Gates: [B][row tile][G][head][key tile] of 128 words, a word for each thread of a warpgroup: of 64 x 64 accumulators
 // (tile/accumulators.cuh) those of the pair m, which as operand A are register m % 4 of step m / 4, are bits 15 - m and
@@ -20,7 +21,8 @@
 #define SKL_TILED_STRIP 0
 #endif
 constexpr bool kTiledStrip = SKL_TILED_STRIP;
-// Gradients of logits need the range of float32, and where operands are tiles of kernels/indexer_tiles.cu these have it.
+// Gradients of logits need the range of float32, and where operands are tiles of kernels/indexer_tiles.cu these have
+// it.
 using StripElement = Element<SKL_S_ELEMENT == kF16 ? int(kBf16) : SKL_S_ELEMENT>;
 constexpr int kStripTileBytes = kStripTile * kStripTile * 2, kGateWords = 2 * kStripTile;
 
@@ -45,8 +47,8 @@ struct StripRow {
 // Which word of its warp's 32 is the lane's.
 __device__ inline int gate_word(int lane) { return (lane & 24) | (lane & 3) << 1 | (lane >> 2 & 1); }
 
-// Where two neighbouring gradients lie, the first of an even key; those of 8 n keys more are strip_step(n) bytes further,
-// where the first is among the first eight of a tile.
+// Where two neighbouring gradients lie, the first of an even key; those of 8 n keys more are strip_step(n) bytes
+// further, where the first is among the first eight of a tile.
 __device__ inline u64 strip_pair(const IndexerArgs& args, int entry, int row, int key) {
     if constexpr (kTiledStrip) {
         const int r = row % kStripTile, k = key % kStripTile;

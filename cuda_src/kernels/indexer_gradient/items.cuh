@@ -1,6 +1,6 @@
-// Work of the gradient of the indexer's queries, in units of one key tile for some heads of one row tile. An item is all
-// units of these rows and heads, and some more for its end; units are numbered by row tiles, in these by heads, in these
-// by keys, and every block of threads has as many of them as the others, one after the other.
+// Work of the gradient of the indexer's queries, in units of one key tile for some heads of one row tile. An item is
+// all units of these rows and heads, and some more for its end; units are numbered by row tiles, in these by heads, in
+// these by keys, and every block of threads has as many of them as the others, one after the other.
 //
 // A block takes the last item of its share first. That one may go on in the next share, whose block adds what this one
 // leaves in memory, and as it takes it last, it hardly ever waits. Blocks wait for those before them only, which have
