@@ -43,7 +43,6 @@ constexpr int kTeacherPieces = TeacherSide::kChunks, kIndexPieces = kKeysStream 
 constexpr int kOwnKeys = kColumns / kCluster;  // that a block has brought, for all of the cluster
 constexpr int kKeyBox = kOwnKeys < kColumns / 2 ? kOwnKeys : kColumns / 2;
 constexpr int kShareKeys = SKL_SHARE_KEYS;
-constexpr int kTeacherWay = SKL_TEACHER, kGuard = SKL_GUARD;
 constexpr int kConsumerWarps = 8;
 constexpr int kTeacherKeyBytes = kKeysStream ? 0 : TeacherSide::bytes(kColumns);
 constexpr int kIndexKeyBytes = IndexSide::bytes(kColumns);
@@ -320,10 +319,6 @@ private:
             done_with_keys(kTeacherEmpty, teacher_keys);
         }
         for (int h = 0; h < args.teacher_heads; ++h) {
-            if (kTeacherWay == 1) {
-                take_turn();
-                give_turn();
-            }
             pass_pieces(kTeacherPieces);
         }
         pass_keys(kIndexFull, index_keys);
@@ -424,63 +419,32 @@ private:
         second += args.queries;
     }
 
-    template <bool TURNS>
     __device__ void issue_teacher(Strip<kTiles>& s, float (&lse)[2]) {
         read(lse);
-        issue<TeacherSide, kTeacherPieces, TURNS>(s, kKeysStream ? 0 : teacher_start);
+        issue<TeacherSide, kTeacherPieces, false>(s, kKeysStream ? 0 : teacher_start);
     }
     __device__ void add_teacher(Strip<kTiles>& t, const Strip<kTiles>& s, const float (&lse)[2]) const {
-        if (kGuard == 0 || __any_sync(~0u, lse[0] == infinity() || lse[1] == infinity())) {
-            if (__any_sync(~0u, lse[0] == infinity() || lse[1] == infinity()))
-                add_masses<true>(t, s, args.teacher_scale2, lse);
-            else
-                add_masses<false>(t, s, args.teacher_scale2, lse);
-            return;
-        }
-        // Of an infinity whose exponential is 0 the sum of exponents knows.
-        float exponents[2] = {0.f, 0.f};
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float x = fmaf(args.teacher_scale2, s[0][n][e], -lse[Accumulators::row(e)]);
-                exponents[e & 1] += x;
-                t[0][n][e] += exp2_approx(x);
-            }
-        if (!is_finite(exponents[0] + exponents[1])) {
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) t[0][n][e] = fmaf(s[0][n][e], 0.f, t[0][n][e]);
-        }
+        if (__any_sync(~0u, lse[0] == infinity() || lse[1] == infinity()))
+            add_masses<true>(t, s, args.teacher_scale2, lse);
+        else
+            add_masses<false>(t, s, args.teacher_scale2, lse);
     }
     // One head is added up while the next one is multiplied.
     __device__ void teacher_step(Strip<kTiles>& t, const Strip<kTiles>& now, float (&lse)[2], Strip<kTiles>& next) {
         float ahead[2];
-        issue_teacher<false>(next, ahead);
+        issue_teacher(next, ahead);
         add_teacher(t, now, lse);
         finish<false>(next, kTeacherPieces);
         lse[0] = ahead[0];
         lse[1] = ahead[1];
     }
     __device__ void teacher(Strip<kTiles>& t, const Item& item) {
-        Strip<kTiles> x;
+        Strip<kTiles> x, y;
         float lse[2];
         const int heads = args.teacher_heads;
         start_vectors(args.lse2, item, heads);
         if constexpr (!kKeysStream) mbarrier_wait(shared.barrier(kTeacherFull), teacher_keys.parity);
-        if constexpr (kTeacherWay == 1) {
-#pragma unroll 1
-            for (int h = 0; h < heads; ++h) {
-                issue_teacher<true>(x, lse);
-                finish<true>(x, kTeacherPieces);
-                add_teacher(t, x, lse);
-            }
-            if constexpr (!kKeysStream) done_with_keys(kTeacherEmpty, teacher_keys);
-            return;
-        }
-        Strip<kTiles> y;
-        issue_teacher<false>(x, lse);
+        issue_teacher(x, lse);
         finish<false>(x, kTeacherPieces);
         int h = 0;
 #pragma unroll 1

@@ -36,7 +36,6 @@ class Tile(NamedTuple):
     """Blocks that have keys in common."""
 
 
-TEACHER, GUARD = 0, 0
 _TABLE = {False: (Tile(COLUMNS),), True: (Tile(COLUMNS, True, 2),)}
 """By whether heads of a group read several key heads."""
 MOST_STAGES = 16
@@ -116,8 +115,6 @@ def plan(shape: IndexerShape, ending: str, several: bool, keys: int, facts: Devi
         "SKL_KEYS_STREAM": int(tile.stream),
         "SKL_CLUSTER": tile.cluster,
         "SKL_SHARE_KEYS": share_keys(keys),
-        "SKL_TEACHER": TEACHER,
-        "SKL_GUARD": GUARD,
         "SKL_CONSUMER_REGISTERS": consumer,
         "SKL_PRODUCER_REGISTERS": producer,
         "SKL_T_ELEMENT": CODES[shape.teacher],
