@@ -1091,7 +1091,7 @@ def test_head_dims_on_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("dims", [(64, 32), (128, 128), (192, 72), (200, 128)])
-@pytest.mark.parametrize("heads", [(5, 1, 1), (4, 4, 2), (6, 2, 1)])
+@pytest.mark.parametrize("heads", [(5, 1, 1), (4, 4, 2), (6, 2, 1), (6, 2, 3)])
 def test_many_tiles_on_a_gpu(
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,

@@ -17,6 +17,10 @@
 //   full[i]           1 (+ bytes)                 consumers: piece i has arrived
 //   empty[i]          one per consumer warp       the producer: piece i may be overwritten
 //
+// Where heads of a group read several key heads (kKeysStream), the teacher's keys come in the pieces, behind the queries
+// of their columns, and a cluster of blocks with neighbouring tiles of rows brings each part of them once for all: then
+// the warps of all of its blocks arrive where a piece, or keys, are done with.
+//
 // Of the teacher the next head's product is under way while one head's exponentials are taken. Of the student there are
 // no registers for two products beside both sums: the warpgroups take turns, one multiplies while the other adds.
 #include "common/args.cuh"

@@ -161,7 +161,8 @@ class IndexerPlan:
     @property
     def several_keys(self) -> bool:
         """Whether the teacher's heads of a group read more than one key head."""
-        return self.sizes["K"] > self.problem.groups
+        heads, keys = self.sizes["H"], self.sizes["K"]
+        return heads > 0 and (heads // keys) % (heads // self.problem.groups) != 0
 
     def why_no_stream(self, ending: indexer_score_sm80.Ending) -> str:
         """Why the kernel that streams queries past keys does not serve; empty where it does."""

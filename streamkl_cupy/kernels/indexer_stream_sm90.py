@@ -1,8 +1,11 @@
 """The indexer's score tile on Hopper with queries of heads streamed past keys, `kernels/indexer_stream_sm90.cu`.
 
-Shared memory, bytes, with 64 rows and `columns` keys to a tile:
+Shared memory, bytes, with 64 rows and 256 keys to a tile; where the teacher's keys stream they lie in the stages:
 
-    1024 + columns * 128 * (key_slots * chunks(D_t) + chunks(D)) + stages * 8192 + barriers and items
+    1024 + 32768 * (chunks(D_t) + chunks(D)) + stages * 8192 + 8 * (8 + 2 * stages) + 72
+    1024 + 32768 * chunks(D) + stages * (8192 + 32768) + 8 * (8 + 2 * stages) + 72
+
+Registers: 256 * consumer + 128 * producer must fit.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ from .structs import HOPPER_INDEXER, INDEXER_MAPS
 ENDINGS = ("rows", "strip")
 """That there are."""
 ITEM_BYTES = 36
-
-
 COLUMNS = 256
 """Keys of a tile, of both warpgroups."""
 MOST_STATES = 128
@@ -27,7 +28,7 @@ MOST_STATES = 128
 
 
 class Tile(NamedTuple):
-    """How keys are read, and what is under way."""
+    """How keys are read."""
 
     columns: int
     stream: bool = False
@@ -42,6 +43,7 @@ MOST_STAGES = 16
 LEAST_HEADS = 2
 """Whose queries have room in the ring."""
 REGISTERS = {1: (232, 40), 2: (224, 56)}
+"""Of consumers and producer, by the blocks of a cluster."""
 
 
 def lacks(shape: IndexerShape, ending: str, several: bool, facts: DeviceFacts) -> str:
