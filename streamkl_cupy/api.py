@@ -186,8 +186,10 @@ def loss(
     if door is not None:
         return door.loss(call, asked)
     ready = call.ready()
-    view = ready.inputs[call.op.at]
-    weight = None if row_weight is None else validate.row_weight(row_weight, ready.checked.row_shape, view)
+    view = ready.like
+    weight = None
+    if row_weight is not None:
+        weight = validate.row_weight(row_weight, ready.checked.row_shape, ready.inputs[call.op.at])
     if view.framework not in frameworks.OWN:
         named = zip((*op.names, "row_weight"), (*operands, row_weight), strict=True)
         FRAMEWORKS[framework].check_no_gradient_wanted((name, x) for name, x in named if x is not None)
@@ -255,7 +257,7 @@ def _forward(
     sunk = call.options.sunk and validate.sinks(asked.sinks, call.options, asked)
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
-    like = ready.inputs[call.op.at]
+    like = ready.like
     if (door := frameworks.door(like.framework)) is not None:
         return door.forward(call, asked)
     found = _sink_logits(asked.sinks, ready) if sunk else None
@@ -282,7 +284,7 @@ def _backward(
     wrt = validate.wanted(call.op, wrt)
     moments = validate.rows_given(call.op, kl, moments, call.options.divergence, wrt)
     ready = call.ready(SavedArrays((grad, teacher_lse, student_lse, kl, moments)))
-    like = ready.inputs[call.op.at]
+    like = ready.like
     ready.checked.backward_bytes(wrt)
     if sunk and kl is None:
         raise ValueError(
@@ -339,7 +341,7 @@ def value_and_grad(
         value, share = reductions.value_and_gradient(xp, stats.kl.array, lse, row_weight, reduction)
         grad = reductions.spread(xp, value, share, ready.checked.row_shape)
     saved = call.op.Saved(describe("grad", grad), stats.teacher_lse, stats.student_lse, stats.kl, stats.moments)
-    found = zip(op.names, ready._replace(saved=saved).backward(wrt), strict=True)
+    found = zip(op.names, ready.with_saved(saved).backward(wrt), strict=True)
     grads: Any = KLGradients(**{name: x for name, x in found if x is not None})
     if given_sinks is not None:
         rows = [grad, stats.kl.array, stats.teacher_lse.array, stats.student_lse.array]

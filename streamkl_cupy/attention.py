@@ -104,7 +104,7 @@ def _attend(operands: tuple[Any, ...], given: dict[str, Any], return_lse: bool) 
         validate.one_framework({name: frameworks.framework_of(name, x) for name, x in named})
         return door.attend(call, return_lse)
     ready = call.ready()
-    view = ready.inputs[call.op.at]
+    view = ready.like
     if view.framework not in frameworks.OWN:
         FRAMEWORKS[framework].check_no_gradient_wanted(zip(SPARSE_ATTENTION.names, operands, strict=True))
     result = _results(ready.forward())
@@ -118,7 +118,7 @@ def _results(found: Results) -> AttentionForward[Any]:
 def _forward(operands: tuple[Any, ...], given: dict[str, Any]) -> Any:
     call = Call.of(SPARSE_ATTENTION, operands, given)
     ready = call.ready()
-    view = ready.inputs[call.op.at]
+    view = ready.like
     if (door := frameworks.door(view.framework)) is not None:
         return door.attention_forward(call)
     return frameworks.given_back(view, operands[call.op.at], _results(ready.forward()))
@@ -130,7 +130,7 @@ def _backward(arguments: tuple[Any, ...], given: dict[str, Any], saved: Any, gra
     out, lse = validate.attention_saved(saved)
     wrt = validate.wanted(call.op, wrt)
     ready = call.ready(SavedArrays((grad, out, lse, grad_lse)))
-    view = ready.inputs[call.op.at]
+    view = ready.like
     ready.checked.backward_bytes(wrt)
     if (door := frameworks.door(view.framework)) is not None:
         return door.attention_backward(call, (grad, out, lse, grad_lse), wrt)

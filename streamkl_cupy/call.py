@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from operator import is_, or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from . import arrays, frameworks, numpy_backend, validate
 from .advice import hints
-from .arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved
+from .arrays import ITEMSIZE, ArrayView, Gradients, Inputs, MaskArrays, Results, Saved, compact
 from .concurrency.locks import ForkLock, generation
 from .errors import DriverError
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS, QUICK, Framework
 from .frameworks.cupy import cupy_module
-from .ops import Op
+from .ops import Op, SavedSpec
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
 from .problem import Device, Problem
 from .rules.divergences import extra_rows
@@ -62,6 +63,37 @@ class Runner(Protocol):
         given."""
 
 
+class Launcher(Runner, Protocol):
+    """A Runner of a GPU, which keeps what it has launched."""
+
+    def again(self, key: tuple[Any, ...], stream: int) -> bool:
+        """Run what has been run with this key; False where nothing has."""
+
+    def forward(
+        self,
+        inputs: Inputs,
+        outputs: Results,
+        stream: int,
+        workspace: int = 0,
+        masks: MaskArrays | None = None,
+        key: tuple[Any, ...] | None = None,
+    ) -> None:
+        """A key stands for all addresses, and for what else may differ between calls of a problem."""
+
+    def backward(
+        self,
+        inputs: Inputs,
+        saved: Saved,
+        outputs: Gradients,
+        stream: int,
+        workspace: int = 0,
+        masks: MaskArrays | None = None,
+        room: int | None = None,
+        key: tuple[Any, ...] | None = None,
+    ) -> None:
+        """Likewise."""
+
+
 class Call(NamedTuple):
     """What a caller asks for: operands and arrays of masks as they came, tracers and stand-ins too, options checked."""
 
@@ -92,14 +124,14 @@ class Call(NamedTuple):
         masks = view_masks(given, like.framework)
         checked = prepare(op, inputs, options, masks)
         if rows is None or views is None:
-            return Ready(inputs, masks, checked)
+            return Ready(checked, Views(inputs, masks))
         if rows.alike and not views[0].shape:
             whole = checked.row_shape
             views[0] = views[0]._replace(shape=whole, strides=(0,) * len(whole))
         for spec, view in zip(op.saved, views):
             if view is not None:
                 validate.saved_array(view, spec.like, *checked.results[spec.like], like)
-        return Ready(inputs, masks, checked, op.Saved(*views))
+        return Ready(checked, Views(inputs, masks, op.Saved(*views)))
 
     def problem(self, device: Device | None = None) -> Problem:
         """The problem of arrays or stand-ins, as a call with them would have it, or would on `device`."""
@@ -120,10 +152,28 @@ class SavedArrays(NamedTuple):
     """In the order of the operation's record, None for what its gradients do not read."""
     alike: bool = False
     """Whether a first one without axes is that of every row."""
+    whole: bool = False
+    """Whether the last one is all row results of the forward, one after the other as the record has them, and those
+    before it are the derivatives."""
 
     def views(self, op: Op) -> list[Any]:
         """Read them."""
-        return [None if x is None else describe(spec.name, x) for spec, x in zip(op.saved, self.arrays, strict=True)]
+        if not self.whole:
+            return [
+                None if x is None else describe(spec.name, x) for spec, x in zip(op.saved, self.arrays, strict=True)
+            ]
+        *derivatives, rows = self.arrays
+        given, whole = iter(derivatives), describe(op.rows[0], rows)
+        step = whole.strides[0] * ITEMSIZE[whole.dtype]
+
+        def row(name: str) -> ArrayView:
+            at = whole.ptr + op.rows.index(name) * step
+            return whole._replace(name=name, shape=whole.shape[1:], strides=whole.strides[1:], ptr=at)
+
+        return [
+            describe(x.name, next(given)) if x.name != x.like else row(x.name) if x.name in op.rows else None
+            for x in op.saved
+        ]
 
 
 class Checked(NamedTuple):
@@ -143,6 +193,8 @@ class Checked(NamedTuple):
     """Shape and type of what a forward writes."""
     further: dict[str, tuple[tuple[int, ...], str]]
     """Those that are not the rows which every call has."""
+    gradients: dict[str, tuple[tuple[int, ...], str] | None]
+    """Shape and type of what a backward writes, by operand; None for operands that the call does not have."""
     gradient_bytes: dict[tuple[str, ...], int]
     """Workspace of the backwards that there have been."""
 
@@ -155,100 +207,138 @@ class Checked(NamedTuple):
         return size
 
 
-class Ready(NamedTuple):
-    """A checked call with its arrays."""
+class Views(NamedTuple):
+    """The arrays of a call as kernels see them."""
 
     inputs: Inputs
     masks: MaskArrays | None
-    checked: Checked
     saved: Saved | None = None
     """The rows that its backward reads."""
 
+
+class Ready:
+    """A checked call with its arrays. Of a call on a GPU that looks like one before only their addresses are known,
+    until somebody asks for more."""
+
+    __slots__ = ("_addresses", "_arrays", "_look", "_views", "checked", "like")
+
+    def __init__(
+        self,
+        checked: Checked,
+        views: Views | None,
+        look: Look | None = None,
+        arrays: tuple[Any, ...] = (),
+        addresses: Sequence[int] = (),
+    ) -> None:
+        self.checked, self._views, self._look = checked, views, look
+        self._arrays, self._addresses = arrays, addresses
+        known = views if look is None else look.views
+        assert known is not None
+        # An array of the call's framework, device and stream; whose memory it is does not matter.
+        self.like: ArrayView = known.inputs[checked.at]
+
+    @property
+    def views(self) -> Views:
+        """All that is known of the arrays."""
+        found = self._views
+        if found is None:
+            assert self._look is not None
+            found = self._views = self._look.views_of(self._arrays, self._addresses)
+        return found
+
+    @property
+    def inputs(self) -> Inputs:
+        """The operands."""
+        return self.views.inputs
+
+    def with_saved(self, saved: Saved) -> Ready:
+        """The same beside rows that a backward reads."""
+        return Ready(self.checked, self.views._replace(saved=saved))
+
     def forward(self) -> Results:
         """Allocate results and launch."""
-        checked = self.checked
-        op, like = checked.op, self.inputs[checked.at]
+        checked, like = self.checked, self.like
+        op = checked.op
         rows = frameworks.empty_rows(like, op.rows, checked.row_shape, checked.stat_dtype)
         outputs = op.Results(*rows, **self._empty(checked.further)) if checked.further else op.Results(*rows)
         self.launch(outputs)
         if like.framework not in frameworks.OWN:
-            frameworks.hold((*self.inputs, *(self.masks or {}).values()))
+            frameworks.hold((*self.inputs, *(self.views.masks or {}).values()))
         return outputs
+
+    def forward_whole(self) -> Any:
+        """The same of an operation with row results only: one array of all, whose first axis counts them."""
+        checked, like = self.checked, self.like
+        rows, shape, dtype = checked.op.rows, checked.row_shape, checked.stat_dtype
+        framework = FRAMEWORKS[like.framework]
+        whole = framework.allocate(like, (len(rows), *shape), dtype)
+        first = framework.address(whole)
+
+        def outputs() -> Results:
+            strides, step = compact(shape, ITEMSIZE[dtype])
+            view = like._replace(dtype=dtype, shape=shape, strides=strides, array=whole)
+            return checked.op.Results(*[view._replace(name=x, ptr=first + i * step) for i, x in enumerate(rows)])
+
+        self._launch((first,), outputs)
+        return whole
 
     def empty_results(self) -> Results:
         """Memory for results, an allocation for each."""
         return self.checked.op.Results(**self._empty(self.checked.results))
 
     def _empty(self, results: dict[str, tuple[tuple[int, ...], str]]) -> dict[str, ArrayView]:
-        like = self.inputs[self.checked.at]
-        return {n: frameworks.empty(like, shape, dtype)._replace(name=n) for n, (shape, dtype) in results.items()}
+        return {n: frameworks.empty(self.like, shape, dtype)._replace(name=n) for n, (shape, dtype) in results.items()}
 
     def launch(self, outputs: Results) -> None:
         """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
-        inputs, masks, checked, _ = self
-        like = inputs[checked.at]
-        stream = frameworks.stream_of(like)
-        if checked.workspace_bytes:
-            workspace = frameworks.empty(like, (checked.workspace_bytes // 4,), "float32")
-            checked.runner.forward(inputs, outputs, stream, workspace.ptr, masks)
-        else:
-            checked.runner.forward(inputs, outputs, stream, 0, masks)
+        self._launch([x and x.ptr for x in outputs], lambda: outputs)
+
+    def _launch(self, results: Iterable[int | None], outputs: Callable[[], Results]) -> None:
+        """The same, where `results` are the addresses that tell these outputs from others."""
+        checked, like, look = self.checked, self.like, self._look
+        size, workspace = checked.workspace_bytes, 0
+        if size:
+            memory = frameworks.empty(like, (size // 4,), "float32")
+            workspace = memory.ptr
+        if look is None:
+            inputs, masks, _ = self.views
+            checked.runner.forward(inputs, outputs(), frameworks.stream_of(like), workspace, masks)
+            return
+        stream = FRAMEWORKS[like.framework].stream(like.device)
+        key = (look.number, workspace, *self._addresses, *results)
+        if not look.runner.again(key, stream):
+            inputs, masks, _ = self.views
+            look.runner.forward(inputs, outputs(), stream, workspace, masks, key)
 
     def backward(self, wrt: tuple[str, ...]) -> tuple[Any, ...]:
         """Allocate the gradients named in `wrt` and launch; None for the others."""
-        inputs, masks, checked, saved = self
-        assert saved is not None
-        like, size = inputs[checked.at], checked.backward_bytes(wrt)
+        checked, like = self.checked, self.like
+        size = checked.backward_bytes(wrt)
         framework = FRAMEWORKS[like.framework]
-        problem = checked.problem
         outputs = checked.op.Gradients(
             *[
-                framework.empty(x, x.shape, problem.gradient_dtype(x.name) if problem.wide_gradients else x.dtype)
-                if x is not None and x.name in wrt
-                else None
-                for x in inputs
+                framework.empty(like, *found) if found is not None and name in wrt else None
+                for name, found in checked.gradients.items()
             ]
         )
-        stream = frameworks.stream_of(like)
+        workspace = 0
         if size:
-            workspace = framework.empty(like, (size // 4,), "float32")
-            checked.runner.backward(inputs, saved, outputs, stream, workspace.ptr, masks)
+            memory = framework.empty(like, (size // 4,), "float32")
+            workspace = memory.ptr
+        look = self._look
+        if look is None:
+            inputs, masks, saved = self.views
+            checked.runner.backward(inputs, saved, outputs, frameworks.stream_of(like), workspace, masks)
         else:
-            checked.runner.backward(inputs, saved, outputs, stream, 0, masks)
+            stream = framework.stream(like.device)
+            key = (look.number, workspace, *self._addresses, *[x and x.ptr for x in outputs])
+            if not look.runner.again(key, stream):
+                inputs, masks, saved = self.views
+                look.runner.backward(inputs, saved, outputs, stream, workspace, masks, key=key)
         if like.framework not in frameworks.OWN:
-            frameworks.hold((*inputs, *saved, *(masks or {}).values()))
+            inputs, masks, saved = self.views
+            frameworks.hold((*inputs, *(saved or ()), *(masks or {}).values()))
         return tuple([None if out is None else out.array for out in outputs])
-
-    def without_arrays(self) -> Ready:
-        """What calls with arrays that look like these have of it."""
-
-        def bare(view: ArrayView | None) -> Any:
-            return view and view.at(0, None)
-
-        inputs, masks, checked, saved = self
-        return Ready(
-            checked.op.Inputs(*map(bare, inputs)),
-            None if masks is None else {name: bare(view) for name, view in masks.items()},
-            checked,
-            None if saved is None else checked.op.Saved(*map(bare, saved)),
-        )
-
-    def of(self, arrays: Sequence[Any], addresses: Sequence[int]) -> Ready:
-        """The same with arrays again: the operands, those of the mask, the saved rows."""
-        before, masks, checked, saved = self
-        if checked.op.optional:
-            rest = iter(zip(addresses, arrays))
-            inputs = checked.op.Inputs(*[x and x.at(*next(rest)) for x in before])
-        else:
-            inputs = checked.op.Inputs(*map(ArrayView.at, before, addresses, arrays))
-            if masks is None and saved is None:
-                return Ready(inputs, None, checked)
-            rest = iter(zip(addresses[len(before) :], arrays[len(before) :]))
-        if masks is not None:
-            masks = {name: view.at(*next(rest)) for name, view in masks.items()}
-        if saved is not None:
-            saved = checked.op.Saved(*[view and view.at(*next(rest)) for view in saved])
-        return Ready(inputs, masks, checked, saved)
 
 
 class Kind(NamedTuple):
@@ -293,15 +383,55 @@ _cuda_generation: int | None = None
 """`locks.generation` of the process that used CUDA first."""
 
 
-class _Look(NamedTuple):
+class Look:
     """How a call that has been checked looks, and what it came to without its arrays."""
 
-    alike: Callable[..., bool]
-    ready: Ready
+    __slots__ = ("alike", "checked", "number", "on_gpu", "runner", "views", "whole")
+    _numbers = itertools.count()
+
+    def __init__(self, alike: Callable[..., bool], ready: Ready, whole: int | None) -> None:
+        """Of a call whose arrays are alike; `whole` is the address of all rows where `SavedArrays` has them so."""
+        self.alike, self.checked, self.whole = alike, ready.checked, whole is not None
+        self.number = next(self._numbers)
+        inputs, masks, saved = ready.views
+        self.on_gpu = ready.like.device.kind == "cuda"
+        self.runner = cast("Launcher", ready.checked.runner)
+
+        def bare(view: ArrayView | None) -> Any:
+            return view and view.at(0, None)
+
+        def saved_as(spec: SavedSpec, view: ArrayView | None) -> Any:
+            if view is None or whole is None or spec.name != spec.like:
+                return bare(view)
+            return view.at(view.ptr - whole, None)  # where it lies among all rows
+
+        op = self.checked.op
+        self.views = Views(
+            op.Inputs(*map(bare, inputs)),
+            None if masks is None else {name: bare(view) for name, view in masks.items()},
+            None if saved is None else op.Saved(*map(saved_as, op.saved, saved)),
+        )
+
+    def views_of(self, arrays: Sequence[Any], addresses: Sequence[int]) -> Views:
+        """The same with arrays again: the operands, those of the mask, the saved rows."""
+        inputs, masks, saved = self.views
+        op, rest = self.checked.op, iter(zip(addresses, arrays))
+        inputs = op.Inputs(*[view and view.at(*next(rest)) for view in inputs])
+        if masks is not None:
+            masks = {name: view.at(*next(rest)) for name, view in masks.items()}
+        if saved is not None:
+            apart = [not self.whole or x.name != x.like for x in op.saved]
+            saved = op.Saved(
+                *[
+                    view and (view.at(*next(rest)) if alone else view.at(addresses[-1] + view.ptr, arrays[-1]))
+                    for view, alone in zip(saved, apart)
+                ]
+            )
+        return Views(inputs, masks, saved)
 
 
 # Calls that have been checked, by options and the shape of the operand `like` which all are; of each the last looks.
-_looks: dict[Any, tuple[_Look, ...]] = {}
+_looks: dict[Any, tuple[Look, ...]] = {}
 LOOKS = 8
 
 
@@ -311,8 +441,8 @@ def _recalled(framework: Framework, call: Call, rows: SavedArrays | None) -> Rea
     if found is None:
         return None
     arrays = _arrays(call, rows)
-    for alike, ready in found:
-        if not alike(*arrays):
+    for look in found:
+        if not look.alike(*arrays):
             continue
         addresses = framework.addresses(arrays)
         # What has no memory, or does not begin where most arrays do, is looked at anew.
@@ -321,22 +451,27 @@ def _recalled(framework: Framework, call: Call, rows: SavedArrays | None) -> Rea
             count = sum([x is not None for x in call.operands])
         if not all(addresses) or reduce(or_, addresses[:count]) & 15:
             return None
-        if ready.inputs[call.op.at].device.kind == "cuda" and generation() != _cuda_generation:
+        if not look.on_gpu:
+            return Ready(look.checked, look.views_of(arrays, addresses))
+        if generation() != _cuda_generation:
             _check_fork()
-        return ready.of(arrays, addresses)
+        return Ready(look.checked, None, look, arrays, addresses)
     return None
 
 
 def _noted(framework: Framework, call: Call, rows: SavedArrays | None, ready: Ready) -> Ready:
     """Remember how a call looks that has been read."""
-    views = (*ready.inputs, *(ready.masks or {}).values(), *(ready.saved or ()))
+    inputs, masks, saved = ready.views
+    views = (*inputs, *(masks or {}).values(), *(saved or ()))
     if all(view is None or view.framework == framework.name for view in views) and not any(
-        view is not None and view.ptr & 15 for view in ready.inputs
+        view is not None and view.ptr & 15 for view in inputs
     ):
-        alike = framework.alike(_arrays(call, rows))
+        arrays = _arrays(call, rows)
+        alike = framework.alike(arrays)
         key = _look_key(framework, call, rows)
         if alike is not None:
-            looks = (*_looks.get(key, ()), _Look(alike, ready.without_arrays()))[-LOOKS:]
+            whole = framework.address(arrays[-1]) if rows is not None and rows.whole else None
+            looks = (*_looks.get(key, ()), Look(alike, ready, whole))[-LOOKS:]
             _remember(_looks, key, looks, ready.checked.problem)
     return ready
 
@@ -348,7 +483,7 @@ def _look_key(framework: Framework, call: Call, rows: SavedArrays | None) -> Any
     given = masks if masks is NO_MASKS else tuple([x is not None for x in masks])
     if op.optional:
         given = (given, *[x is not None for x in operands])
-    saved = None if rows is None else (tuple([x is None for x in rows.arrays]), rows.alike)
+    saved = None if rows is None else (tuple([x is None for x in rows.arrays]), *rows[1:])
     return (op, operands[op.at].shape, _named(options), deterministic, given, saved, framework.name)
 
 
@@ -405,6 +540,10 @@ def prepare(op: Op, inputs: Inputs, options: Options, masks: MaskArrays | None =
             kind.every_row_sees(problem),
             results,
             {name: x for name, x in results.items() if name not in op.rows},
+            {
+                name: x and (x.shape, problem.gradient_dtype(name) if problem.wide_gradients else x.dtype)
+                for name, x in zip(op.names, inputs)
+            },
             {},
         )
         _remember(_checked, key, checked, problem)
@@ -451,7 +590,7 @@ def _forget(digest: str) -> None:
         if checked.problem.mask.blocks == digest:
             _checked.pop(key, None)
     for look, kept in list(_looks.items()):
-        if kept[0].ready.checked.problem.mask.blocks == digest:
+        if kept[0].checked.problem.mask.blocks == digest:
             _looks.pop(look, None)
 
 

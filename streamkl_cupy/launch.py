@@ -194,7 +194,7 @@ class Packed(dict[tuple[Any, ...], tuple[Command, ...]]):
     """What a call runs, by all that differs between calls of a problem: addresses, mostly. A training loop comes back
     to the same ones, and then launches what lies ready; a bound keeps odd programs small."""
 
-    LIMIT = 128
+    LIMIT = 256
 
     def keep(self, key: tuple[Any, ...], commands: Iterable[Command]) -> tuple[Command, ...]:
         """Keep commands, and give them back."""
@@ -212,13 +212,42 @@ class Request(NamedTuple):
     zeros: tuple[str, ...] = ()
 
 
-class Runner:
+class Launches:
+    """What a Runner of a GPU has launched and may launch `again`, in the context of its GPU."""
+
+    def __init__(self, index: int) -> None:
+        cupy = import_cupy()
+        self._runtime, self._driver = cupy.cuda.runtime, cupy.cuda.driver
+        self._context = _primary_context(index)
+        self._kept = Packed()
+
+    def again(self, key: tuple[Any, ...], stream: int) -> bool:
+        """Launch what a forward or a backward with this key has launched; False where none is known."""
+        commands = self._kept.get(key)
+        if commands is None:
+            return False
+        if self._driver.ctxGetCurrent() != self._context:
+            self._launch(key, stream, lambda: commands)
+            return True
+        for function, first, last, _ in commands:
+            function(*first, stream, *last)
+        return True
+
+    def _launch(self, key: tuple[Any, ...], stream: int, commands: Callable[[], Iterable[Command]]) -> None:
+        """Launch what is known by the key, or what these commands are, which are kept, in the arrays' context."""
+        before = _make_current(self._driver, self._context)
+        try:
+            for function, first, last, _ in self._kept.get(key) or self._kept.keep(key, commands()):
+                function(*first, stream, *last)
+        finally:
+            _put_back(self._driver, before)
+
+
+class Runner(Launches):
     """A Problem made ready for one GPU. Thread-safe: calls share nothing that they change."""
 
     def __init__(self, problem: Problem) -> None:
-        cupy = import_cupy()
-        self._runtime, self._driver = cupy.cuda.runtime, cupy.cuda.driver
-        self._context = _primary_context(problem.device.index)
+        super().__init__(problem.device.index)
         self.problem = problem
         self._names = problem.operation.names
         # Whether logits are those of two sides, which are compared.
@@ -230,7 +259,6 @@ class Runner:
         self._kernels: dict[tuple[KernelPlan, ...], _Kernel] = {}
         # By what is wanted and the room for it.
         self._requests: dict[object, Request] = {}
-        self._forwards, self._backwards = Packed(), Packed()
         self._mask_arrays = tuple(array.name for part in parts_of(problem.mask) for array in part.arrays)
 
     def warmup(self, wrt: tuple[str, ...] = ()) -> None:
@@ -249,29 +277,28 @@ class Runner:
         return self.plan.backward_bytes(wrt)
 
     def forward(
-        self, inputs: Inputs, outputs: Results, stream: int, workspace: int = 0, masks: MaskArrays | None = None
+        self,
+        inputs: Inputs,
+        outputs: Results,
+        stream: int,
+        workspace: int = 0,
+        masks: MaskArrays | None = None,
+        key: tuple[Any, ...] | None = None,
     ) -> None:
         """Launch the forward; every element of the outputs is written.
 
         `workspace` is the address of `plan.workspace_bytes` bytes; without them the keys are not split, and no
-        mask can be packed. `masks` has the arrays that the problem's mask names.
+        mask can be packed. `masks` has the arrays that the problem's mask names. `key` is what to know the call by in
+        `again`; made of its arrays where none is given.
         """
-        key = (
-            tuple([x.ptr for x in inputs]),
-            tuple([0 if x is None else x.ptr for x in outputs]),
-            workspace,
-            masks and _mask_key(masks),
-        )
-        before = _make_current(self._driver, self._context)
-        try:
-            commands = self._forwards.get(key)
-            if commands is None:
-                request = self._requests.get(bool(workspace)) or self._forward(bool(workspace), stream)
-                commands = self._forwards.keep(key, self._commands(request, inputs, outputs, workspace, masks))
-            for function, first, last, _ in commands:
-                function(*first, stream, *last)
-        finally:
-            _put_back(self._driver, before)
+        if key is None:
+            key = (workspace, masks and _mask_key(masks), *map(address_of, inputs), *map(address_of, outputs))
+
+        def commands() -> Iterator[Command]:
+            request = self._requests.get(bool(workspace)) or self._forward(bool(workspace), stream)
+            return self._commands(request, inputs, outputs, workspace, masks)
+
+        self._launch(key, stream, commands)
 
     def backward(
         self,
@@ -282,35 +309,35 @@ class Runner:
         workspace: int = 0,
         masks: MaskArrays | None = None,
         room: int | None = None,
+        key: tuple[Any, ...] | None = None,
     ) -> None:
         """Launch the gradients that `outputs` has room for; every element of them is written.
 
         `workspace` is the address of `room` bytes, `backward_bytes(wrt)` unless given. With less than these,
         no row tile is shared, with still less each gradient has its own kernel, and with none no mask can be packed.
         """
-        key = (
-            tuple([x.ptr for x in inputs]),
-            (workspace, room),
-            tuple([0 if x is None else x.ptr for x in outputs]),
-            tuple([None if x is None else (x.ptr, x.strides) for x in saved]),
-            masks and _mask_key(masks),
-        )
-        before = _make_current(self._driver, self._context)
-        try:
-            commands = self._backwards.get(key)
-            if commands is None:
-                if not workspace:
-                    room = 0
-                elif room is not None and room < self.plan.gradient_start:
-                    workspace = 0
-                wrt = tuple(name for name, out in zip(self._names, outputs, strict=True) if out is not None)
-                request = self._requests.get((wrt, room)) or self._backward(wrt, room, stream)
-                rows = (_row_vectors if self._pairs else _saved_vectors)(self.problem, saved)
-                commands = self._backwards.keep(key, self._commands(request, inputs, outputs, workspace, masks, rows))
-            for function, first, last, _ in commands:
-                function(*first, stream, *last)
-        finally:
-            _put_back(self._driver, before)
+        if key is None:
+            rows = tuple([None if x is None else (x.ptr, x.strides) for x in saved])
+            key = (
+                (workspace, room),
+                masks and _mask_key(masks),
+                rows,
+                *map(address_of, inputs),
+                *map(address_of, outputs),
+            )
+
+        def commands() -> Iterator[Command]:
+            here, size = workspace, room
+            if not here:
+                size = 0
+            elif size is not None and size < self.plan.gradient_start:
+                here = 0
+            wrt = tuple(name for name, out in zip(self._names, outputs, strict=True) if out is not None)
+            request = self._requests.get((wrt, size)) or self._backward(wrt, size, stream)
+            rows = (_row_vectors if self._pairs else _saved_vectors)(self.problem, saved)
+            return self._commands(request, inputs, outputs, here, masks, rows)
+
+        self._launch(key, stream, commands)
 
     def _commands(
         self,
@@ -344,9 +371,10 @@ class Runner:
             if step.workspace is not None:
                 pointers.append(("workspace", workspace + step.workspace))
             if step.partials is not None:
-                arrivals, size = workspace + step.partials, kernel.plan.schedule.arrivals_bytes
-                yield Command(self._runtime.memsetAsync, (arrivals, 0, size))
-                pointers += (("partial_arrivals", arrivals), ("partial_sums", arrivals + size))
+                arrivals, schedule = workspace + step.partials, kernel.plan.schedule
+                yield Command(self._runtime.memsetAsync, (arrivals, 0, schedule.cleared_bytes))
+                sums = arrivals + schedule.arrivals_bytes
+                pointers += (("partial_arrivals", arrivals), ("partial_sums", sums))
             if not self._pairs:  # their rows lie together where they have been made
                 made = workspace + (step.saved_rows or 0)
                 pointers += (("rows", made),) if step.saved_rows is not None else ()
@@ -474,6 +502,7 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "heads_together": schedule.heads_together,
         "units": lists[-1] if paired else 0,
         "units_alike": int(problem.mask.pattern is not None and problem.mask.pattern.heads == 1),
+        "share_steps": schedule.share_steps,
     }
     for name, side in problem.sides.items():
         # Of the only side there is, without its name.

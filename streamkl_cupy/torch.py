@@ -54,7 +54,7 @@ def _launched(call: Call, asked: LossOptions) -> Any:
     inside = LossOptions(return_lse=True) if apart else asked
     alone = not inside.return_lse and not call.options.return_entropy
     names = _VALUE if alone else call.op.results
-    found = autodiff.step(call, ready, names, functools.partial(_reduction, inside))
+    found = autodiff.step(call, ready, names, functools.partial(_reduction, inside), inside.reduction != "none")
     if apart:
         return _reduced(call.op, found, asked)
     return found if alone else _results(call.op, found, asked)

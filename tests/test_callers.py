@@ -1020,7 +1020,7 @@ def test_patterns_end_with_their_owner(patterned: Op, backend: Any, rng: Any, ki
     # Other tests have patterns that live as long as their modules.
     assert not digests & {problem.mask.blocks for problem in call._runners}
     assert not digests & {checked.problem.mask.blocks for checked in call._checked.values()}
-    assert not digests & {look.ready.checked.problem.mask.blocks for looks in call._looks.values() for look in looks}
+    assert not digests & {look.checked.problem.mask.blocks for looks in call._looks.values() for look in looks}
 
 
 @pytest.mark.gpu

@@ -106,11 +106,9 @@ def view(name: str, shape: tuple[int, ...], device: int, dtype: str = "float16")
     return ArrayView(name, "torch", arrays.cuda(device), dtype, shape, compact_strides(shape), 1 << 20, None)
 
 
-@pytest.mark.parametrize("way, most", [("loss", 48), ("step", 80), ("forward", 40), ("backward", 50)])
-def test_a_call_like_one_before_is_looked_up(
-    driver: Driver, way: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With tensors on the CPU that pass for a GPU's."""
+@pytest.fixture
+def tensors_of_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch, whose tensors on the CPU pass for a GPU's."""
     torch = pytest.importorskip("torch")
     framework: Any = known("torch")
     monkeypatch.setattr(framework, "devices", {torch.device("cpu"): arrays.cuda(0)})
@@ -118,6 +116,12 @@ def test_a_call_like_one_before_is_looked_up(
     monkeypatch.setattr(calls, "backend", lambda device: launch)
     for kept in ("_looks", "_checked", "_runners"):
         monkeypatch.setattr(calls, kept, {})
+    return torch
+
+
+@pytest.mark.parametrize("way, most", [("loss", 43), ("step", 66), ("forward", 34), ("backward", 38)])
+def test_a_call_like_one_before_is_looked_up(driver: Driver, way: str, most: int, tensors_of_a_gpu: Any) -> None:
+    torch = tensors_of_a_gpu
     x = [torch.randn(1, 2, 128, 64, dtype=torch.bfloat16) for _ in INPUT_NAMES]
     rows = streamkl_cupy.attention_kl_forward(*x)
     grad = torch.ones_like(rows.kl)
@@ -131,6 +135,33 @@ def test_a_call_like_one_before_is_looked_up(
         }[way],
         most,
     )
+
+
+def test_what_lies_ready_is_launched_in_the_context_of_the_arrays(
+    driver: Driver, tensors_of_a_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch, places = tensors_of_a_gpu, {}
+
+    def allocate(like: ArrayView, shape: tuple[int, ...], dtype: str) -> Any:  # where the last one was
+        return places.setdefault((shape, dtype), torch.empty(shape, dtype=getattr(torch, dtype)))
+
+    monkeypatch.setattr(known("torch"), "allocate", allocate)
+    x = [torch.randn(1, 2, 128, 64, dtype=torch.bfloat16) for _ in INPUT_NAMES]
+    for _ in range(2):  # the second is known by its look, and packed under that
+        streamkl_cupy.attention_kl_forward(*x)
+    (runner,) = calls._runners.values()
+    kept = len(runner._kept)  # type: ignore[attr-defined]
+
+    def elsewhere(context: int) -> tuple[list[int], int]:
+        driver.ctxSetCurrent(context)
+        driver.launches.clear()
+        streamkl_cupy.attention_kl_forward(*x)
+        return driver.launches, driver.ctxGetCurrent()
+
+    with ThreadPoolExecutor(1) as thread:
+        for context in (0, primary(1), primary(0)):
+            assert thread.submit(elsewhere, context).result() == ([primary(0)], context)
+    assert len(runner._kept) == kept  # type: ignore[attr-defined]
 
 
 class Problem:

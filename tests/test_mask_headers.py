@@ -68,8 +68,9 @@ WALK = """
 
 // What is known of a pair must be the same whoever asks. Returns the number of the first broken rule; 0 for none.
 template <int STEP, bool SHARED>
-int walk(const Extents& n, int heads, int group, unsigned char* seen, int* written, int* visits) {
-    Block block = block_of(blockIdx.x, n, heads, n.batch * heads, kRowsAreQueries && !Mask::kListed);
+int walk(const Extents& n, int heads, int group, int turn, unsigned char* seen, int* written, int* visits) {
+    Block block = turn ? turn_of(blockIdx.x, n, heads, n.batch * heads)
+                       : block_of(blockIdx.x, n, heads, n.batch * heads, kRowsAreQueries && !Mask::kListed);
     const Segment segment = Mask::locate(n, block.head * group, block);
     const int row_count = kRowsAreQueries ? segment.queries : segment.keys;
     const int column_count = kRowsAreQueries ? segment.keys : segment.queries;
@@ -83,9 +84,15 @@ int walk(const Extents& n, int heads, int group, unsigned char* seen, int* writt
     Range own{block.head * group, (block.head + 1) * group};
     if (SHARED) {
         const Range all = steps_of(Mask(n, segment, block.batch, own.begin));
-        take_share<Mask>(block, group, all.end - all.begin, n, n.splits > 1);
-        own = heads_of<Mask>(block, own.begin, group, all.end - all.begin);
-        if (block.shares > n.splits || block.share != block.split) return 8;
+        const int steps = all.end - all.begin;
+        if (turn)
+            take_turn<Mask>(block, group, steps, n, turn, n.splits > 1);
+        else
+            take_share<Mask>(block, group, steps, n, n.splits > 1);
+        own = heads_of<Mask>(block, own.begin, group, steps);
+        if (block.shares > n.splits || (!turn && block.share != block.split)) return 8;
+        // Shares of a turn have all come about as far.
+        if (turn && block.shares && block.share * n.splits / block.shares != block.split) return 11;
     }
     if (block.shares == 0) return 0;
     if (own.begin < block.head * group || own.end > (block.head + 1) * group || own.empty()) return 9;
@@ -129,13 +136,13 @@ int walk(const Extents& n, int heads, int group, unsigned char* seen, int* writt
     return 0;
 }
 
-extern "C" int walk_all(const Extents* n, int blocks, int heads, int group, int step, int shared, unsigned char* seen,
-                        int* written, int* visits) {
+extern "C" int walk_all(const Extents* n, int blocks, int heads, int group, int step, int shared, int turn,
+                        unsigned char* seen, int* written, int* visits) {
     int broken = 0;
     for (blockIdx.x = 0; blockIdx.x < static_cast<unsigned>(blocks) && !broken; ++blockIdx.x)
-        broken = shared     ? walk<1, true>(*n, heads, group, seen, written, visits)
-                 : step > 0 ? walk<1, false>(*n, heads, group, seen, written, visits)
-                            : walk<-1, false>(*n, heads, group, seen, written, visits);
+        broken = shared     ? walk<1, true>(*n, heads, group, turn, seen, written, visits)
+                 : step > 0 ? walk<1, false>(*n, heads, group, 0, seen, written, visits)
+                            : walk<-1, false>(*n, heads, group, 0, seen, written, visits);
     return broken;
 }
 """
@@ -287,9 +294,11 @@ def one_block(walker: Any, parts: tuple[str, ...], rows: int, columns: int, quer
     extents["tiles"] = row_tiles(total, rows, sequences)
     out_heads, group = (heads, 1) if queries else (heads // group, group)
     # Forwards split streamed rows evenly, whole lists too; gradients share those of all heads, or lists of 3 tiles.
-    ways = [(1, 1, 0, False), (1, 1, 3, False)] + [(-1, 1, 0, False), (-1, 3, 0, False)] * queries
-    ways += [(1, splits, 0, True) for splits in (1, 2, 5, 40)] * (pattern is None)
-    for step, splits, longest, shared in ways:
+    ways = [(1, 1, 0, False, 0), (1, 1, 3, False, 0)] + [(-1, 1, 0, False, 0), (-1, 3, 0, False, 0)] * queries
+    ways += [(1, splits, 0, True, 0) for splits in (1, 2, 5, 40)] * (pattern is None)
+    # In turns of so many steps; with fewer turns than that takes, these are longer.
+    ways += [(1, splits, 0, True, turn) for splits, turn in ((1, 3), (2, 4), (5, 2), (40, 1))] * (pattern is None)
+    for step, splits, longest, shared, turn in ways:
         extents["splits"] = splits
         if pattern is not None:
             entries = cut(survey(pattern, rows, columns, not queries, group), longest, group).entries
@@ -301,10 +310,9 @@ def one_block(walker: Any, parts: tuple[str, ...], rows: int, columns: int, quer
         visits = ctypes.c_int()
         blocks = batch * out_heads * extents["tiles"] * splits
         out = [ctypes.c_void_p(x.ctypes.data) for x in (seen, written)]
-        broken = walk(
-            EXTENTS.pack({**extents, "mask": words}), blocks, out_heads, group, step, shared, *out, ctypes.byref(visits)
-        )
-        about = f"M={M} N={N} {spec} {given} {rows}x{columns} {step} {longest} {splits} {shared}"
+        packed_extents = EXTENTS.pack({**extents, "mask": words})
+        broken = walk(packed_extents, blocks, out_heads, group, step, shared, turn, *out, ctypes.byref(visits))
+        about = f"M={M} N={N} {spec} {given} {rows}x{columns} {step} {longest} {splits} {shared} {turn}"
         assert broken == 0, about
         assert (written == 1).all(), about
         np.testing.assert_array_equal(seen, dense, err_msg=about)

@@ -17,6 +17,7 @@ from streamkl_cupy.cli import catalogue
 from streamkl_cupy.errors import DriverError
 from streamkl_cupy.kernels import KERNELS, combine, gpus
 from streamkl_cupy.kernels.base import Work
+from streamkl_cupy.kernels.shares import CACHED
 from streamkl_cupy.kernels.work_tiles import survey
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
 from streamkl_cupy.ops import ATTENTION_KL, SPARSE_ATTENTION
@@ -168,6 +169,26 @@ def test_lists_that_are_longer_than_the_others_are_split(causal: bool, determini
     older = plan("sm_80", mask=MaskSpec(("blocks",), (), striped(causal)), **what)
     assert not any(kernel.schedule.partial_bytes for kernel in (*kernels(even), *kernels(older)))
     assert older.backward_bytes(INPUT_NAMES) == 0
+
+
+def test_shares_come_in_turns_where_sums_do_not_fit_the_cache() -> None:
+    """Many query heads on one key head; few of them, or a deterministic gradient, have as many shares of each tile."""
+    mask = MaskSpec(("causal",), (("q_offset", 0),))
+    what: dict[str, Any] = {"key_heads": 1, "M": 2048, "N": 2048, "dims": (192, 128), "mask": mask}
+    many, few = (plan(heads=heads, **what).fused[-1].main.schedule for heads in (128, 16))
+    # 128 heads of 16 tiles, of up to 32 steps each.
+    bytes_of_head = 2048 * (2 * (192 + 128) + 4 * 128)
+    steps = 272 * CACHED // bytes_of_head / 132
+    assert many.share_steps == pytest.approx(steps, rel=0.1)
+    assert many.splits == -(-128 * 32 // many.share_steps)
+    assert (few.share_steps, few.splits > 1) == (0, True)
+    for schedule in (many, few):
+        # One sum of a tile for all of its shares, cleared with the counters.
+        assert (schedule.totals, schedule.partial_slots) == (True, 16)
+        assert schedule.cleared_bytes == schedule.partial_bytes == 4 * 16 * 128 * 128 + schedule.arrivals_bytes
+    assert "shared by up to 142 blocks in turns of 29 steps" in str(plan(heads=128, **what))
+    alone = plan(heads=128, **what).gradient("student_k").schedule
+    assert (alone.share_steps, alone.totals, alone.cleared_bytes) == (0, False, alone.arrivals_bytes)
 
 
 def test_both_gradients_of_a_side_share_a_pass_where_that_can_be() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import load_script
 
-from streamkl_cupy.cli import bench, report
+from streamkl_cupy.cli import bench, report, shapes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,6 +58,38 @@ def test_readme_has_six_rows(table: ModuleType) -> None:
     with table.RESULTS.open(encoding="utf-8", newline="") as file:
         lines = table.section(list(csv.DictReader(file)), few=True).splitlines()
     assert sum(line.startswith("| 8, ") for line in lines) == 6
+
+
+def test_shapes_are_compared_with_the_fastest_attention(table: ModuleType, tmp_path: Path) -> None:
+    def line(of: shapes.Shape, name: str, peer: str, ms: float | None) -> dict[str, Any]:
+        row = {**of._asdict(), "dtype": "bfloat16", "pass": name, "peer": peer, "status": "ok", "ms_median": ms}
+        return row if ms else {**row, "status": "failed"}
+
+    rows = []
+    for i, of in enumerate(shapes.SHAPES, start=1):
+        rows += [
+            line(of, name, "streamkl", i * ms) for name, ms in (("forward", 0.5), ("backward", 1.0), ("step", 3.0))
+        ]
+        rows += [line(of, "step", "cudnn", 2.5 * i), line(of, "step", "flash, grouped", 2.0 * i)]
+        rows += [line(of, "step", "flash", None), line(of, "step", "compile", 7.0 if i > 1 else None)]
+    rows += [line(shapes.TINY, "host", peer, us * 1e-3) for peer, us in (("streamkl", 200.4), ("attention", 150.0))]
+    about = {"card": "A card", "driver": "1.2", "torch": "3.4", "cupy": "5.6", "date": "2030-01-02T03:04:05"}
+    shapes.write(tmp_path / "s", rows, about)
+    with (tmp_path / "s.csv").open(encoding="utf-8", newline="") as file:
+        text = table.shapes(list(csv.DictReader(file)))
+    assert "A card, driver 1.2" in text
+    assert "200 µs for a step of tiny inputs, 150 µs" in text
+    lines = [x for x in text.splitlines() if x.startswith("| ")][2:]
+    assert len(lines) == len(shapes.SHAPES)
+    cells = [x.strip() for x in lines[1].strip("|").split("|")]
+    assert cells[1:] == [
+        "4, 32 / 8, 8", "2,048 × 2,048, 128, causal", "1.000", "2.000", "6.000", "4.000 (flash, grouped)", "1.50",
+        "7.00",
+    ]  # fmt: skip
+    assert lines[0].endswith("| 1.50 | failed |")
+    best = shapes.fastest([row for row in rows if row["name"] == shapes.SHAPES[2].name])
+    assert best is not None
+    assert (best["peer"], best["ms_median"]) == ("flash, grouped", 6.0)
 
 
 STEP = """A card, driver 1.2, 2030-01-02

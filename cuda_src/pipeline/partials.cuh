@@ -13,6 +13,7 @@
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "masks/interface.cuh"
+#include "ptx/bulk.cuh"
 #include "tile/fragment.cuh"
 #include "tile/shares.cuh"
 
@@ -59,6 +60,33 @@ struct PartialSums {
 private:
     __device__ float4* at(int slot) const { return sums + static_cast<i64>(slot) * (TILES * kThreads); }
 };
+
+// Adds what a share has to the sums of all shares of its tile, which are zero before the launch, in whichever order they
+// come: a tile has one slot. True for the warp that has the total then, which came last.
+template <int TILES>
+__device__ inline bool add_to_total(float (&out)[TILES][4], int slot, int shares, const GradientArgs& args) {
+    float4* const place =
+        reinterpret_cast<float4*>(args.partial_sums) + static_cast<i64>(slot) * (TILES * kThreads) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) vector_add(place + i * kThreads, out[i]);
+    __threadfence();
+    __syncwarp();
+    int before = 0;
+    if (lane_id() == 0)
+        before = atomicAdd(reinterpret_cast<int*>(args.partial_arrivals) + slot * kWarps + threadIdx.x / 32, 1);
+    if (__shfl_sync(~0u, before, 0) < shares - 1) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        if (i % 8 == 0) __syncwarp();  // or more reads are under way than there are registers for
+        const float4 x = __ldcg(place + i * kThreads);
+        out[i][0] = x.x;
+        out[i][1] = x.y;
+        out[i][2] = x.z;
+        out[i][3] = x.w;
+    }
+    return true;
+}
 
 // Adds up what the shares of a tile have; `pair` counts the block's batch entry and head. True for the warp that has the
 // total then, and nobody else.

@@ -19,6 +19,13 @@ __device__ inline void bulk_add(float* global, u32 shared, u32 bytes) {
                  : "memory");
 }
 
+// Adds four floats of a thread to those at a 16-byte boundary of global memory, each addition atomic.
+__device__ inline void vector_add(float4* global, const float (&x)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]), "f"(x[1]),
+                 "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
+
 __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until at most N of this thread's groups have yet to read their shared memory.

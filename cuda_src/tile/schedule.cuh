@@ -22,6 +22,15 @@ __device__ inline Block block_of(int index, const Extents& n, int heads, int pai
     return {work, pair / heads, pair % heads, index % n.splits};
 }
 
+// The same with the splits as turns: all tiles of the heads of a group have theirs before any has the next one.
+__device__ inline Block turn_of(int index, const Extents& n, int heads, int pairs) {
+    const int per_group = n.head_group * n.tiles * n.splits, group = index / per_group, in_group = index % per_group;
+    const int size = min(n.head_group, pairs - group * n.head_group);
+    const int pair = group * n.head_group + in_group % size, number = in_group / size % n.tiles;
+    const WorkTile work{number, 0, 1, number * n.splits, {0, kNoLimit}};
+    return {work, pair / heads, pair % heads, in_group / (size * n.tiles)};
+}
+
 // The tiles that cover `rows`, `columns` to a tile.
 __device__ inline Range covering(Range rows, int columns) {
     return rows.empty() ? Range{0, 0} : Range{rows.begin / columns, ceil_div(rows.end, columns)};

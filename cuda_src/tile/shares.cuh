@@ -29,6 +29,19 @@ __device__ inline void take_share(Block& block, int heads, int steps, const Exte
     }
 }
 
+// The same where shares of all tiles are as long, about `size` steps, and blocks take those that begin with the same query
+// heads together: `block` is of `turn_of`, and of n.splits turns a tile with fewer shares has one in some.
+template <class M>
+__device__ inline void take_turn(Block& block, int heads, int steps, const Extents& n, int size, bool memory) {
+    if constexpr (kShared && !M::kListed) {
+        const int all = heads * steps, most = memory ? min(ceil_div(all, size), n.splits) : 1,
+                  own = max(ceil_div(all, max(most, 1)), 1), shares = max(ceil_div(all, own), 1);
+        block.share = ceil_div(block.split * shares, n.splits);
+        block.shares = block.share < shares && block.share * n.splits / shares == block.split ? shares : 0;
+        block.streamed = {block.share * own, min(block.share * own + own, all)};
+    }
+}
+
 // The query heads of a share, of the `heads` from `first` on that the work tile has.
 template <class M>
 __device__ inline Range heads_of(const Block& block, int first, int heads, int steps) {

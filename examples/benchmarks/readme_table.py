@@ -1,7 +1,8 @@
 """Write the tables of README and pages from the committed results, so that no number is copied by hand.
 
 Of one benchmark CSV, docs/performance.md gets all and README six rows; all that have a place for it get the table of a
-training step, from what examples/hf_distill.py printed.
+training step, from what examples/hf_distill.py printed, and that of the shapes that trainers have, from a CSV of
+`bench --shapes`.
 
 python examples/benchmarks/readme_table.py
 python examples/benchmarks/readme_table.py --check
@@ -20,7 +21,8 @@ ROOT = HERE.parents[1]
 PAGES = tuple(ROOT / name for name in ("README.md", "docs/index.md", "docs/performance.md"))
 RESULTS = HERE / "h100.csv"
 STEP = HERE / "h200_step.txt"
-TABLES = ("performance", "six rows", "step")
+SHAPES = HERE / "h200_shapes.csv"
+TABLES = ("performance", "six rows", "step", "shapes")
 PASSES = ("forward", "backward", "value_and_grad")
 HEAD = (
     "B·H, N, D",
@@ -96,6 +98,41 @@ def step(printed: str) -> str:
     return "\n".join(lines)
 
 
+def shapes(rows: list[Row]) -> str:
+    """The table of steps at shapes that trainers have, slower ones than attention's included."""
+    run, attention = rows[0], ("cudnn", "flash")
+    by_shape: dict[str, list[Row]] = {}
+    for row in rows:
+        by_shape.setdefault(row["name"], []).append(row)
+    host = {row["peer"]: float(row["ms_median"]) * 1e3 for row in by_shape.pop("tiny")}
+    lines = [
+        f"{run['card']}, driver {run['driver']}, torch {run['torch']}, CuPy {run['cupy']}, {run['date'][:10]}, "
+        f"{run['dtype']}; medians of device time in ms, in turns in one process. A step is loss and both student "
+        "gradients through torch's autograd; attention's, for its three gradients, is the fastest of cuDNN and flash, "
+        "with keys as they are or repeated for all heads. The host takes "
+        f"{host['streamkl']:.0f} µs for a step of tiny inputs, {host['attention']:.0f} µs for one of attention.",
+        "",
+        "| | B, heads / key heads of teacher, student | rows × keys, D | forward | backward | step | "
+        "attention's step | ratio | torch.compile's step |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in by_shape.items():
+        times = {(row["pass"], row["peer"]): row["ms_median"] or row["status"] for row in found}
+        steps = [row for row in found if row["peer"].partition(",")[0] in attention and row["ms_median"]]
+        best = min(steps, key=lambda row: float(row["ms_median"]))
+        ratio = float(times["step", "streamkl"]) / float(best["ms_median"])
+        x = found[0]
+        heads = f"{x['batch']}, {x['heads']} / {x['teacher_key_heads']}, {x['student_key_heads']}"
+        dims = x["student_dim"] if x["teacher_dim"] == x["student_dim"] else f"{x['teacher_dim']}/{x['student_dim']}"
+        size = f"{int(x['queries']):,} × {int(x['keys']):,}, {dims}{', causal' if x['causal'] == 'True' else ''}"
+        ours = [f"{float(times[of, 'streamkl']):.3f}" for of in ("forward", "backward", "step")]
+        compiled = times.get(("step", "compile"), "")
+        cells = [name, heads, size, *ours, f"{float(best['ms_median']):.3f} ({best['peer']})", f"{ratio:.2f}"]
+        cells.append(f"{float(compiled):.2f}" if compiled[:1].isdigit() else compiled)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _caption(rows: list[Row]) -> str:
     run = next(row for row in rows if row["peer"] == "streamkl")
     products = sorted(float(row["tflops"]) for row in rows if row["pass"] == "matmul" and row["tflops"])
@@ -168,14 +205,12 @@ def replaced(text: str, inside: str, name: str = "performance") -> str:
 
 def expected(text: str, results: Path = RESULTS, printed: Path = STEP) -> str:
     """What a page should be: with the tables of the results that it has a place for, empty while there are none."""
-    rows = []
-    if results.exists():
-        with results.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
+    rows = _read(results) if results.exists() else []
     made = {
         "performance": lambda: section(rows) if rows else "",
         "six rows": lambda: section(rows, few=True) if rows else "",
         "step": lambda: step(printed.read_text(encoding="utf-8")) if printed.exists() else "",
+        "shapes": lambda: shapes(_read(SHAPES)) if SHAPES.exists() else "",
     }
     found = [name for name in TABLES if f"<!-- {name}:begin -->" in text]
     if not found:
@@ -183,6 +218,11 @@ def expected(text: str, results: Path = RESULTS, printed: Path = STEP) -> str:
     for name in found:
         text = replaced(text, made[name](), name)
     return text
+
+
+def _read(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> None:

@@ -238,7 +238,7 @@ def public(
                         missing = [x for x in needed[len(args) :] if x not in options]
                         raise TypeError(_too_few(op, name, needed, missing))
                 args = (*args, *[options.pop(x.name, x.default) for x in placed[len(args) :]])
-            alone = {option: options.pop(option, default) for option, default in own.items()} if options else own
+            alone = own | {option: options.pop(option) for option in own.keys() & options.keys()} if options else own
             for option in options:
                 if option not in shared:
                     raise TypeError(f"{name}() got multiple values for argument {option!r}")

@@ -116,13 +116,16 @@ Reduction = Callable[[Sequence[Any], bool], "tuple[Tensor, Tensor | float | None
 row, which broadcasts to the rows; None for 1."""
 
 
-def step(call: Call, ready: Any, names: tuple[str, ...], reduction: Reduction | None = None) -> Any:
+def step(
+    call: Call, ready: Any, names: tuple[str, ...], reduction: Reduction | None = None, to_number: bool = False
+) -> Any:
     """Results of a call by name, in their order, that autograd differentiates and nothing else looks on; one of one
-    name comes alone. With a reduction its value stands for the first row result."""
+    name comes alone. With a reduction its value stands for the first row result; `to_number` says that it is another
+    tensor than the rows."""
     of = _operators[call.op.name]
-    way = of.ways.get(names) or of.way(names)
+    way = of.ways.get((names, to_number)) or of.way(names, to_number)
     # One argument for all that is no tensor: each costs something in both directions.
-    return _Step.apply(*call.operands, (call, ready, way, reduction))  # type: ignore[no-untyped-call]
+    return _apply_step(*call.operands, (call, ready, way, reduction))
 
 
 def unwatched(given: Sequence[Tensor | None]) -> bool:
@@ -142,7 +145,7 @@ _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 def differentiated(given: Sequence[Tensor | None]) -> bool:
     """Whether autograd records a call with these."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    return torch.is_grad_enabled() and bool([x for x in given if x is not None and x.requires_grad])
 
 
 def plain(given: Sequence[Tensor | None]) -> bool:
@@ -236,6 +239,8 @@ class _Way(NamedTuple):
     """Those of them that nothing differentiates."""
     given: tuple[int | None, ...]
     """Where what comes from above has the derivatives, in the order of the record; None for those it does not have."""
+    number: bool
+    """Whether that is a number made of the first row result, and forwards have row results only."""
 
 
 class _Operators:
@@ -278,7 +283,7 @@ class _Operators:
         self.owner = op.results.index(always[0])
         # The derivative of the value.
         self.reduced = next((i for i, x in enumerate(op.saved) if x.name != x.like == op.rows[0]), None)
-        self.ways: dict[tuple[str, ...], _Way] = {}
+        self.ways: dict[tuple[tuple[str, ...], bool], _Way] = {}
         by = {task.name for task in op.gradients}
         self.constants = tuple(i for i, name in enumerate(op.names) if name not in by)
         self.columns = {name: [x.dim for x in op.operands].index(letter) for name, letter in op.vectors}
@@ -392,14 +397,15 @@ class _Operators:
                 rows[i] = torch.zeros_like(kept[at])
         return rows
 
-    def way(self, names: tuple[str, ...]) -> _Way:
+    def way(self, names: tuple[str, ...], to_number: bool) -> _Way:
         """How these results come."""
         places = tuple(map(self.op.results.index, names))
-        self.ways[names] = way = _Way(
+        self.ways[names, to_number] = way = _Way(
             self,
             places,
             tuple(i for i in places if i not in self.differentiable),
             tuple(places.index(i) if i in places else None for i in self.differentiable),
+            to_number and places == (0,) and not self.op.vectors,
         )
         return way
 
@@ -557,11 +563,11 @@ def _saves_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _as_they_lie(rows: Sequence[Any], of: _Operators) -> bool:
     """Whether the derivatives among what a backward reads are what their memory holds: is_grads_batched hands over
     tensors that nothing else tells from others, and some have a bit that stands for a sign or for zeros."""
-    for i in of.derivatives:
-        x = rows[i]
-        if x is not None and (_legacy_batched(x) or x.is_neg() or x._is_zerotensor()):
-            return False
-    return True
+    return all(_lies_as_it_is(x) for x in (rows[i] for i in of.derivatives) if x is not None)
+
+
+def _lies_as_it_is(x: Any) -> bool:
+    return not (_legacy_batched(x) or x.is_neg() or x._is_zerotensor())
 
 
 _legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: True)
@@ -577,17 +583,27 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Any:
         *operands, (call, ready, way, reduction) = args
         of = way.of
-        found = [None if x is None else x.array for x in ready.forward()]
         wanted = ctx.needs_input_grad[: of.at_masks]
-        saved = [None if i is None else found[i] for i in of.saved(call.options, wanted)]
+        read = of.saved(call.options, wanted)
+        found: Any
+        saved: list[Any]
         share = None
+        # Where the caller gets a number, nobody but the backward sees rows: they stay together.
+        whole = way.number and not ready.checked.further
+        if whole:
+            rows = ready.forward_whole()
+            saved, found = [rows], [rows]
+        else:
+            rows = found = [None if x is None else x.array for x in ready.forward()]
+            saved = [None if i is None else found[i] for i in read]
         if reduction is not None:
-            found[0], share = reduction(found, ready.checked.every_row_sees)
+            found[0], share = reduction(rows, ready.checked.every_row_sees)
         ctx.set_materialize_grads(False)
-        ctx.way, ctx.options, ctx.share = way, call.options, share if isinstance(share, float) else None
+        number = share if isinstance(share, float) else None
+        ctx.way = way, call.options, number, whole
         ctx.save_for_backward(
             *saved,
-            share if ctx.share is None else None,
+            share if number is None else None,
             *operands,
             *(() if call.masks is NO_MASKS else call.masks),
         )
@@ -598,27 +614,46 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        of, _, _, places = ctx.way
+        way, options, number, whole = ctx.way
+        of, places = way.of, way.given
         needed = ctx.needs_input_grad
         wanted, nothing = needed[: of.at_masks], (None,) * len(needed)
         given = [None if i is None else grads[i] for i in places]
         if not [x for x in given if x is not None]:
             return nothing
-        kept, at = ctx.saved_tensors, len(of.kept)
-        share, arrays = kept[at] if ctx.share is None else ctx.share, kept[at + 1 :]
-        rows = of.read(given, kept)
-        if share is not None:
-            rows[of.reduced] = rows[of.reduced] * share
+        kept = ctx.saved_tensors
+        at = 1 if whole else len(of.kept)
+        share, arrays = kept[at] if number is None else number, kept[at + 1 :]
         operands, masks = arrays[: of.at_masks], arrays[of.at_masks :] or NO_MASKS
-        if torch.is_grad_enabled() or not (unwatched((*rows, *arrays)) and _as_they_lie(rows, of)):
-            if of.reduced is not None and rows[of.reduced] is not None:
-                like = kept[of.like_rows]
-                # Zeros without memory, times a number, have the type of the number.
-                rows[of.reduced] = rows[of.reduced].to(like.dtype).expand(like.shape)
-            found = _Once.apply(*rows, list(wanted), *operands, *masks, ctx.options, None, of.op.name)  # type: ignore[no-untyped-call]
-            return (*(g if w else None for g, w in zip(found, wanted)), *nothing[of.at_masks :])
-        ready = Call(of.op, operands, ctx.options, masks).ready(SavedArrays(tuple(rows), alike=True))
-        return (*ready.backward(_names(of.op, wanted)), *nothing[of.at_masks :])
+        direct = not torch.is_grad_enabled() and unwatched((*given, *kept))
+        if whole:
+            like = kept[0]
+            grad = given[0] if share is None else given[0] * share
+            if direct and _lies_as_it_is(grad):
+                ready = Call(of.op, operands, options, masks).ready(SavedArrays((grad, like), True, True))
+                return (*ready.backward(_names(of.op, wanted)), *nothing[of.at_masks :])
+            results = like.unbind(0)
+            like = results[0]
+            found = dict(enumerate(results))
+            rows = of.read([grad], [None if i is None else found.get(i) for i in of.saved(options, wanted)])
+            direct = False
+        else:
+            rows = of.read(given, kept)
+            if share is not None:
+                rows[of.reduced] = rows[of.reduced] * share
+            like = kept[of.like_rows]
+        if direct and _as_they_lie(rows, of):
+            ready = Call(of.op, operands, options, masks).ready(SavedArrays(tuple(rows), alike=True))
+            return (*ready.backward(_names(of.op, wanted)), *nothing[of.at_masks :])
+        if of.reduced is not None and rows[of.reduced] is not None:
+            # Zeros without memory, times a number, have the type of the number.
+            rows[of.reduced] = rows[of.reduced].to(like.dtype).expand(like.shape)
+        found = _Once.apply(*rows, list(wanted), *operands, *masks, options, None, of.op.name)  # type: ignore[no-untyped-call]
+        return (*(g if w else None for g, w in zip(found, wanted)), *nothing[of.at_masks :])
+
+
+# What `apply` does besides is for transforms and for signatures, of which there are none here.
+_apply_step: Any = super(torch.autograd.Function, _Step).apply
 
 
 class _Transformed(torch.autograd.Function):

@@ -16,7 +16,7 @@ import numpy as np
 from .. import frameworks
 from ..api import attention_kl_forward, attention_kl_value_and_grad
 from ..testing.timing import DeviceTimer, HostTimer, Outcome, Timer, Variant, host_cost, measure
-from . import context_parallel, environment, indexer, report, sparse_attention
+from . import context_parallel, environment, indexer, report, shapes, sparse_attention
 from .cases import PASSES, Case, home_of, inputs, to_float64, torch_missing
 from .peers import KEYS, Ours, Peer, peers
 from .values import dims, positive, results, seconds
@@ -27,6 +27,7 @@ examples:
   python -m streamkl_cupy bench                                  the default sizes, about two minutes on an H100
   python -m streamkl_cupy bench --sizes 4k 16k 64k --dims 64 --causal --peers streamkl cudnn
   python -m streamkl_cupy bench --published --out examples/benchmarks --name h100
+  python -m streamkl_cupy bench --shapes --out examples/benchmarks --name h200_shapes
   python -m streamkl_cupy bench --device cpu --plot
   python -m streamkl_cupy bench --op sparse_attention --sizes 64k --patterns 8:16 8:32
   python -m streamkl_cupy bench --op sparse_attention --decode --sizes 128k --batch 16 --heads 32 --key-heads 8
@@ -136,6 +137,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--causal", action="store_true", help="row i sees keys up to its own position")
     parser.add_argument("--published", action="store_true", help="the cases of the published table instead")
+    parser.add_argument(
+        "--shapes", action="store_true", help="steps of shapes that trainers have, beside attention steps, instead"
+    )
     parser.add_argument("--passes", nargs="+", choices=PASSES, help="default: all")
     parser.add_argument("--peers", nargs="+", choices=KEYS, help="default: all that are installed")
     parser.add_argument("--yardstick", type=Path, metavar="FILE.py", help="a module with forward and backward to join")
@@ -156,6 +160,8 @@ def run(options: argparse.Namespace) -> int:
         return sparse_attention.run(options)
     if options.op == "indexer_kl":
         return indexer.run(options)
+    if options.shapes:
+        return shapes.run(options)
     if options.plot:
         report.require_matplotlib()
     device = options.device or ("cuda" if frameworks.current_gpu() is not None else "cpu")

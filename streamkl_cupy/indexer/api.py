@@ -238,7 +238,7 @@ def _value_and_grad(
         value, share = reductions.value_and_gradient(xp, rows.kl.array, marks, weight, reduction)
         grad = reductions.spread(xp, value, share, ready.checked.row_shape)
     saved = call.op.Saved(frameworks.describe("grad", grad), rows.index_lse, rows.target_sum, rows.made_lse)
-    grads = _gradients(ready._replace(saved=saved).backward(wrt))
+    grads = _gradients(ready.with_saved(saved).backward(wrt))
     return frameworks.given_back(view, like, value), frameworks.given_back(view, like, grads)
 
 

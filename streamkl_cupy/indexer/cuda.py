@@ -32,7 +32,7 @@ from ..kernels.gpus import device_facts
 from ..kernels.indexer import GRID, IndexerKernel
 from ..kernels.structs import INDEXER, TENSOR_MAP, Struct, Value
 from ..kernels.tensor_maps import encode
-from ..launch import Command, Packed, address_of, in_context, refuse_in_capture
+from ..launch import Command, Launches, address_of, in_context, refuse_in_capture
 from ..problem import compact_strides
 from ..rules.scores.interface import LOG2E
 from .plan import LINE, IndexerPlan, letters, make_plan, operand_of
@@ -40,10 +40,11 @@ from .problem import IndexProblem, Views
 from .strips import Strip
 
 
-class Runner:
+class Runner(Launches):
     """An IndexProblem made ready for one GPU. Thread-safe: calls share nothing that they change."""
 
     def __init__(self, problem: IndexProblem) -> None:
+        super().__init__(problem.device.index)
         self.problem = problem
         self.index = problem.device.index
         self.facts = device_facts(self.index)
@@ -51,7 +52,6 @@ class Runner:
         self.runtime = import_cupy().cuda.runtime
         self._plans: dict[tuple[str, ...], IndexerPlan] = {}
         self._handles: dict[IndexerKernel, int] = {}
-        self._forwards, self._backwards = Packed(), Packed()
 
     @property
     def plan(self) -> IndexerPlan:
@@ -79,17 +79,24 @@ class Runner:
                 self.loaded(kernel, None)
 
     def forward(
-        self, inputs: Inputs, outputs: Results, stream: int, workspace: int = 0, masks: MaskArrays | None = None
+        self,
+        inputs: Inputs,
+        outputs: Results,
+        stream: int,
+        workspace: int = 0,
+        masks: MaskArrays | None = None,
+        key: tuple[Any, ...] | None = None,
     ) -> None:
         """Launch the forward; every element of the outputs is written."""
-        key = (tuple(map(address_of, inputs)), workspace, tuple(map(address_of, outputs)))
-        with in_context(self.index):
-            commands = self._forwards.get(key)
-            if commands is None:
-                call = _Call(self, inputs, stream, workspace, self.workspace_bytes)
-                request = call.target if self.problem.operation.rows == ("target",) else call.forward
-                commands = self._forwards.keep(key, request(outputs))
-            _run(commands, stream)
+        if key is None:
+            key = (workspace, None, *map(address_of, inputs), *map(address_of, outputs))
+
+        def commands() -> Iterable[Command]:
+            call = _Call(self, inputs, stream, workspace, self.workspace_bytes)
+            request = call.target if self.problem.operation.rows == ("target",) else call.forward
+            return request(outputs)
+
+        self._launch(key, stream, commands)
 
     def backward(
         self,
@@ -100,21 +107,19 @@ class Runner:
         workspace: int = 0,
         masks: MaskArrays | None = None,
         room: int | None = None,
+        key: tuple[Any, ...] | None = None,
     ) -> None:
         """Launch the gradients that `outputs` has room for; every element of them is written."""
-        key = (
-            tuple(map(address_of, inputs)),
-            workspace,
-            tuple(map(address_of, outputs)),
-            tuple([None if x is None else (x.ptr, x.strides) for x in saved]),
-        )
-        with in_context(self.index):
-            commands = self._backwards.get(key)
-            if commands is None:
-                wrt = tuple(name for name, out in zip(outputs._fields, outputs) if out is not None)
-                call = _Call(self, inputs, stream, workspace, self.backward_bytes(wrt))
-                commands = self._backwards.keep(key, call.backward(saved, outputs, self.plan_for(wrt)))
-            _run(commands, stream)
+        if key is None:
+            rows = tuple([None if x is None else (x.ptr, x.strides) for x in saved])
+            key = ((workspace, rows), *map(address_of, inputs), *map(address_of, outputs))
+
+        def commands() -> Iterable[Command]:
+            wrt = tuple(name for name, out in zip(outputs._fields, outputs) if out is not None)
+            call = _Call(self, inputs, stream, workspace, self.backward_bytes(wrt))
+            return call.backward(saved, outputs, self.plan_for(wrt))
+
+        self._launch(key, stream, commands)
 
     def loaded(self, kernel: IndexerKernel, stream: int | None) -> int:
         """The handle; `stream`, unless None, is where the kernel is about to run."""
@@ -125,11 +130,6 @@ class Runner:
             loaded = load(kernel.text, kernel.symbol, kernel.arch(self.facts), smem_bytes=kernel.smem_bytes)
             handle = self._handles[kernel] = loaded.handle
         return handle
-
-
-def _run(commands: Iterable[Command], stream: int) -> None:
-    for function, first, last, _ in commands:
-        function(*first, stream, *last)
 
 
 class _Place(NamedTuple):

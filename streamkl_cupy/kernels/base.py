@@ -19,7 +19,7 @@ from ..rules import divergences
 from ..rules.masks import parts_of, registers
 from ..rules.scores import score_of
 from .gpus import DeviceFacts
-from .shares import LEAST_STEPS, number, shapes_of, steps_of
+from .shares import LEAST_STEPS, number, shapes_of, steps_of, turn
 from .structs import ARGS, Args, AttentionArgs, Regions, Struct, partials, row_tiles
 from .work_tiles import Schedule, balance, cut, survey
 
@@ -103,6 +103,17 @@ class Work:
         if not self.packed_rows:
             return self.group
         return self.group // self.sharing_heads * -(-self.sharing_heads * self.packed_rows // columns)
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Of the rows of a query head that are streamed."""
+        rows = self.problem.queries if self.rows_are_keys else self.problem.keys
+        return rows * sum(side.dim * ELEMENT_BYTES[side.dtype] for side in self.sides)
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of what a query head's queries have as sums while all keys add to their gradient."""
+        return 4 * self.problem.queries * self.out_dim
 
     @property
     def streamed_rows(self) -> int:
@@ -213,6 +224,11 @@ class TileRow:
     """Beside a pattern a block's rows are two units of keys whose lists are alike, wherever they lie."""
 
     @property
+    def totals(self) -> bool:
+        """Whether blocks that share a row tile add to one sum of it, in any order."""
+        return False
+
+    @property
     def rows(self) -> int:
         return self.warps * self.warp_tiles * 16
 
@@ -273,7 +289,8 @@ class KernelPlan:
             heads = min(rows // s.packed_rows, s.heads_together)
             shape.append(f"{counted(heads, 'head')} packed into {counted(heads * s.packed_rows, 'row')}")
         if s.splits > 1 and s.partial_bytes:
-            shape.append(f"row tiles shared by up to {s.splits} blocks, partial sums {s.partial_bytes} B")
+            each = f" in turns of {s.share_steps} steps" if s.share_steps else ""
+            shape.append(f"row tiles shared by up to {s.splits} blocks{each}, partial sums {s.partial_bytes} B")
         elif s.splits > 1:
             shape.append(f"keys split over {s.splits} blocks")
         elif s.partial_bytes:
@@ -360,8 +377,7 @@ class Kernel(ABC, Generic[Row]):
 
     def streamed_bytes(self, work: Work) -> int:
         """What a head's blocks read, and add to, over and over."""
-        rows = work.problem.queries if work.rows_are_keys else work.problem.keys
-        return rows * sum(side.dim * ELEMENT_BYTES[side.dtype] for side in work.sides)
+        return work.streamed_bytes
 
     def head_group(self, work: Work, least: int = 1) -> int:
         """How many heads run side by side: those whose streamed operands fit the L2 budget together."""
@@ -551,12 +567,16 @@ def shared(plan: KernelPlan, work: Work, facts: DeviceFacts) -> KernelPlan:
         return plan
     packed = replace(work, packed_rows=whole.packed_rows)
     steps = packed.streamed_heads(tile.columns) * steps_of(problem, tile.rows, tile.columns, work.rows_are_keys)
-    shares = number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors)
+    shares, size = number(steps, work.pairs * max(problem.sequences, 1), facts.multiprocessors), 0
+    if tile.totals:
+        bytes_of_all = work.pairs * work.group * (work.streamed_bytes + work.sums_bytes)
+        size = turn(steps, work.pairs, bytes_of_all, facts.multiprocessors)
+        shares = -(-int(steps.max(initial=0)) // size) if size else shares
     if shares == 1:
         return plan
-    slots = whole.tiles * shares
-    schedule = _with_slots(replace(whole, splits=shares), slots, work, tile)
-    return replace(plan, schedule=schedule, blocks=_blocks(work.pairs * slots, plan.most_blocks))
+    whole = replace(whole, splits=shares, totals=tile.totals, share_steps=size)
+    schedule = _with_slots(whole, whole.tiles * (1 if tile.totals else shares), work, tile)
+    return replace(plan, schedule=schedule, blocks=_blocks(work.pairs * whole.tiles * shares, plan.most_blocks))
 
 
 def _blocks(work_tiles: int, most: int) -> int:

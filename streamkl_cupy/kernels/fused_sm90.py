@@ -67,6 +67,11 @@ class _Row(TileRow):
     """A tile has all keys of a head: one product makes the gradient of a tile of queries, and that warpgroup writes it.
     There are no sums to clear, to add to and to convert, nor an order of them."""
 
+    @property
+    def totals(self) -> bool:
+        # Where blocks add to the queries' gradient in any order, so may they to the keys'.
+        return not self.direct
+
 
 _LONG_SUMS = (208, 64, 32)  # where a consumer sums more than 128 columns
 
@@ -260,6 +265,7 @@ class _Fused(Hopper[_Row]):
             "SKL_WORK_ITEM_BYTES": WORK_ITEM_BYTES,
             "SKL_HELD_STEPS": min(HELD_STEPS, -(-work.side.dim // 16)) if hold else 0,
             "SKL_READ_AGAIN": int(read_again),
+            "SKL_CARRY": int(_carries(work, tile)),
             "SKL_EARLY_WAITS": int(tile.early),
             "SKL_WIDE_CHUNKS": chunks(work.out_dim) if wide else 1,
             "SKL_CONSUMER_REGISTERS": consumer,
@@ -271,7 +277,7 @@ class _Fused(Hopper[_Row]):
         return _workspace(work, tile), partials(tile.warps, tile.rows, work.out_dim)
 
     def streamed_bytes(self, work: Work) -> int:
-        return super().streamed_bytes(work) + 4 * work.problem.queries * work.out_dim
+        return super().streamed_bytes(work) + work.sums_bytes
 
     def head_group(self, work: Work, least: int = 1) -> int:
         # Without a mask all tiles are as long as any: one head after the other keeps most of its sums in the cache.
@@ -324,6 +330,12 @@ def _score_side(work: Work, tile: _Row) -> tuple[int, int]:
         while _score_bytes(work, tile, kept, stages + 1) <= room:
             stages += 1
     return kept, stages
+
+
+def _carries(work: Work, tile: _Row) -> bool:
+    """Whether the step behind a partial tile starts before that is done with: registers hold it where blocks share
+    tiles, and no keys of their own."""
+    return tile.shared and not (tile.pieces or tile.direct or work.packed_rows or work.turned)
 
 
 def _helper_threads(tile: _Row) -> int:

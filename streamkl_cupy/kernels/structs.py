@@ -459,6 +459,7 @@ def args_of(teacher: Names = ("scale",), student: Names = ("scale",)) -> Args:
             Field("out_q", TENSOR4),
             Field("workspace", "u64"),
             Field("heads_together", "int", "query heads whose rows may lie in one tile, one after the other"),
+            Field("share_steps", "int", "of blocks that share a row tile in turns; 0: each tile has as many shares"),
         ),
         "both gradients of one side",
     )

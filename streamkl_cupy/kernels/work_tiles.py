@@ -38,10 +38,19 @@ class Schedule:
     arrivals_bytes: int = 0
     partial_bytes: int = 0
     """What these take, with the counters of who has come; those come first, and are zero before a launch."""
+    totals: bool = False
+    """Whether shares are added to one sum of their tile, in any order, which is zero before a launch too."""
+    share_steps: int = 0
+    """Of all shares, which blocks then take in turns; 0: each tile has as many shares."""
     packed_rows: int = 0
     """Rows of a query head in tiles that several share; 0: none does."""
     heads_together: int = 1
     """Query heads that share them, one after the other."""
+
+    @property
+    def cleared_bytes(self) -> int:
+        """Of what shares leave for one another, which is zero before a launch."""
+        return self.partial_bytes if self.totals else self.arrivals_bytes
 
 
 class Lists(NamedTuple):

@@ -188,38 +188,46 @@ private:
     // under way.
     __device__ void work(const WorkItem& item) {
         Steps at(item, group, all);
+        bool multiplied = false;  // the step at hand, by the one before
         while (at.more()) {
-            if (at.idle()) {
-                idle_step(at.sub);
-                at.advance();
-                continue;
-            }
-            if constexpr (kPieces) {
-                multiply_pieces(Everything{});
-            } else {
-                await_score();
-                if constexpr (kGiven)
-                    read_score();
-                else
-                    multiply_score(at.sub);
-            }
-            await_grad();
-            if (at.sub == 0)
-                multiply_grad<0>();
-            else
-                multiply_grad<kSubs - 1>();
-            wgmma_wait<0>();
-            fence_accumulators(score_side);
-            fence_accumulators(grad_side);
-            if constexpr (!kPieces) score_done(at.sub);
-            if (!at.full()) {
+            if (!kCarry || !multiplied) {
+                if (at.idle()) {
+                    idle_step(at.sub);
+                    at.advance();
+                    continue;
+                }
+                if constexpr (kPieces) {
+                    multiply_pieces(Everything{});
+                } else {
+                    await_score();
+                    if constexpr (kGiven)
+                        read_score();
+                    else
+                        multiply_score(at.sub);
+                }
+                await_grad();
                 if (at.sub == 0)
-                    partial_step<0>(at);
+                    multiply_grad<0>();
                 else
-                    partial_step<kSubs - 1>(at);
-                at.advance();
+                    multiply_grad<kSubs - 1>();
+                wgmma_wait<0>();
+                fence_accumulators(score_side);
+                fence_accumulators(grad_side);
+                if constexpr (!kPieces) score_done(at.sub);
+            }
+            if (!at.full()) {
+                if constexpr (kCarry) {
+                    multiplied = at.sub == 0 ? carrying_step<0>(at) : carrying_step<kSubs - 1>(at);
+                } else {
+                    if (at.sub == 0)
+                        partial_step<0>(at);
+                    else
+                        partial_step<kSubs - 1>(at);
+                    at.advance();
+                }
                 continue;
             }
+            multiplied = false;
             if constexpr (kPieces) {
                 while (at.next_is_full()) step_by_pieces<true>();
                 step_by_pieces<false>();
@@ -408,12 +416,17 @@ private:
     // compiler takes the lanes for parted, and keeps descriptors out of uniform registers, at 50 instructions a step.
     template <int SUB, bool MORE>
     __device__ void step() {
-        constexpr int kNextSub = (SUB + 1) % kSubs;
         const int slot = at_grad.slot;
         if (SUB == kSubs - 1) at_grad.advance();
         const u32 to = ds_address();
         Gradients dx;
         logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, Everything{}, numbers);
+        hand_over<SUB, MORE>(dx, to, slot);
+    }
+    // The second half of a step, when its logit gradients are there.
+    template <int SUB, bool MORE>
+    __device__ void hand_over(const Gradients& dx, u32 to, int slot) {
+        constexpr int kNextSub = (SUB + 1) % kSubs;
         if constexpr (MORE && kEarlyWaits) {
             await_score();
             await_grad();
@@ -477,6 +490,29 @@ private:
         if (SUB == kSubs - 1) at_grad.advance();
         const u32 to = ds_address();
         Gradients dx;
+        partial_gradients<SUB>(dx, at, to, slot);
+        hand_over<SUB, false>(dx, to, slot);
+    }
+
+    // The same, and on to the next step; true where the products of that are done.
+    template <int SUB>
+    __device__ bool carrying_step(Steps& at) {
+        const int slot = at_grad.slot;
+        if (SUB == kSubs - 1) at_grad.advance();
+        const u32 to = ds_address();
+        Gradients dx;
+        partial_gradients<SUB>(dx, at, to, slot);
+        at.advance();
+        const bool more = at.more() && !at.idle();
+        if (more)
+            hand_over<SUB, true>(dx, to, slot);
+        else
+            hand_over<SUB, false>(dx, to, slot);
+        return more;
+    }
+
+    template <int SUB>
+    __device__ void partial_gradients(Gradients& dx, const Steps& at, u32 to, int slot) {
         // From memory: registers are dear.
         const int first_key = at.item.block.tile * kRows + warp_row + Accumulators::first_row(lane) + SUB * kSubRows;
         const auto visible = [&at, first_key](int column, int row) {
@@ -485,12 +521,6 @@ private:
         };
         logit_gradients(dx, to, score_side, grad_side, shared.stats(slot), scale, visible, numbers);
         clear_non_finite<E, kColumns, GradSide::kChunks>(shared.grad_tile(slot), kWarpgroup + group);
-        await_turn();
-        accumulate<SUB>(dx, to, slot);
-        pass_turn();
-        wgmma_wait<0>();
-        fence_accumulators(out[SUB]);
-        grad_done(slot, SUB);
     }
 
     // Nothing of the consumer's part is visible: no product, and zeros for the queries.
@@ -528,9 +558,14 @@ private:
         for (int i = 0; i < 4 * kSubs * kOutTiles; ++i) out[i / (4 * kOutTiles)][i / 4 % kOutTiles][i % 4] *= factor;
         if constexpr (kSumsInParts<Mask>) {
             const int grad_heads = args.n.heads / (kSide == kTeacher ? args.n.teacher_group : args.n.student_group);
-            if (block.shares > 1 && !add_partials(reinterpret_cast<float (&)[kSubs * kOutTiles][4]>(out), block,
-                                                  block.batch * grad_heads + block.head, args))
+            const int pair = block.batch * grad_heads + block.head;
+            auto& sums = reinterpret_cast<float (&)[kSubs * kOutTiles][4]>(out);
+            if constexpr (kShared && !kDirect) {
+                const int slot = pair * args.partial_slots + block.partial_slot / args.n.splits;
+                if (block.shares > 1 && !add_to_total(sums, slot, block.shares, args)) return;
+            } else if (block.shares > 1 && !add_partials(sums, block, pair, args)) {
                 return;
+            }
         }
 #pragma unroll
         for (int i = 0; i < Accumulators::kRows * kSubs; ++i) {

@@ -68,6 +68,7 @@ constexpr int kDsBytes = kSubRows * kColumns * 2;
 // Of 8 columns of dQ, that a buffer to the copy engine takes. No constexpr int: one symbol more, and the compiler orders
 // the instructions of the whole kernel in another way: D = 64, causal, took 0.329 ms instead of 0.311 on an H200.
 enum : int { kStagingTiles = SKL_STAGING_TILES };
+enum : bool { kCarry = SKL_CARRY };  // the products of a step behind a partial tile start before that is done with
 constexpr int kStagingBytes = 8 * kStagingTiles * kColumns * (kDirect ? 2 : 4);
 constexpr int kStatsBytes = 4 * Stats::kFloats;
 

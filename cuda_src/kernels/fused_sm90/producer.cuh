@@ -29,13 +29,19 @@ struct Producer {
         const u32 work_tiles = pairs * n().tiles * n().splits;
         for (u32 index = blockIdx.x; index < work_tiles; index = take_work_tile(space.taken)) {
             WorkItem next;
-            next.block = block_of(index, n(), grad_heads, pairs, false);
+            const int share_steps = kShared ? all.fused.share_steps : 0;
+            next.block =
+                share_steps ? turn_of(index, n(), grad_heads, pairs) : block_of(index, n(), grad_heads, pairs, false);
             next.head = next.block.head * grad_group;
             next.segment = Mask::locate(n(), next.head, next.block);
             if (Mask::kRagged && next.block.tile * kRows >= next.segment.keys) continue;
             next.steps = steps_of(next, n());
-            take_share<Mask>(next.block, grad_group, next.steps.end - next.steps.begin, n(),
-                             all.fused.base.partial_sums != 0);
+            const int steps = next.steps.end - next.steps.begin;
+            const bool memory = all.fused.base.partial_sums != 0;
+            if (share_steps)
+                take_turn<Mask>(next.block, grad_group, steps, n(), share_steps, memory);
+            else
+                take_share<Mask>(next.block, grad_group, steps, n(), memory);
             if (next.block.shares == 0) continue;
             const Range heads = heads_of<Mask>(next.block, next.head, grad_group, next.steps.end - next.steps.begin);
             next.scale = kNarrow ? scale_of(next, heads) : 1.f;
