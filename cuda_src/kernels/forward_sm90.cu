@@ -3,8 +3,8 @@
 //   block     kRows = kGroups x 64 query rows of one head, or of several that read the same keys (tile/packed_rows.cuh),
 //             resident in shared memory
 //   producer  one thread; streams keys through a ring of kRing pieces, a piece being up to kPieceChunks x 64 columns of
-//             kColumns keys of one side; teacher pieces of a tile first, then student pieces. Of a teacher that is given,
-//             each group gets its rows' numbers through a ring of its own (tile/given_swizzled.cuh)
+//             kColumns keys of one side; teacher pieces of a tile first, then student pieces. Of a teacher that is given
+//             there are boxes of its numbers in place of these, last and for each group its own (tile/given_swizzled.cuh)
 //   consumers kGroups warpgroups, 64 rows each: T and S (64 x 64) in registers, absorbed by the row states; they never
 //             wait for one another
 //
@@ -39,29 +39,18 @@ constexpr int kRing = SKL_STAGES;
 constexpr int kPieceChunks = SKL_PIECE_CHUNKS;
 constexpr int kPieceBytes = kPieceChunks * kColumns * 128;
 constexpr int kTeacherPieces = ceil_div(Teacher::kChunks, kPieceChunks);
+// Of a teacher that is given, the boxes of each group.
+enum : bool { kGiven = Teacher::kDim == 0 };
+static_assert(!kGiven || kPieceBytes == Teacher::kBoxBytes, "plan: a piece is a box");
 constexpr int kPieces = kTeacherPieces + ceil_div(Student::kChunks, kPieceChunks);
+enum : int { kBoxes = Teacher::boxes(kColumns), kAllPieces = kPieces + kGroups * kBoxes };
 constexpr bool kLong = Teacher::kSteps > kLongDepth;
 constexpr int kFirstHalf = kTeacherPieces / 2;
 constexpr int kQueryBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
 constexpr int kBarrierBytes = 8 * (2 * kRing + 1);
 
-// Of a teacher that is given, each group has a ring of its own, a stage of which has its rows' numbers of a tile.
-#ifndef SKL_GIVEN_STAGES
-#define SKL_GIVEN_STAGES 1
-#endif
-enum : bool { kGiven = Teacher::kDim == 0 };
-enum : int {
-    kBoxes = Teacher::boxes(kColumns),
-    kGivenRing = SKL_GIVEN_STAGES,
-    kGivenBytes = kBoxes * Teacher::kBoxBytes,
-    kAllGivenBytes = kGroups * kGivenRing * kGivenBytes,
-    kGivenBarrierBytes = kGiven ? 16 * kGroups * kGivenRing : 0
-};
-
 static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup computes 64 x 64 scores");
-static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes + kAllGivenBytes + kGivenBarrierBytes ==
-                  SKL_SMEM_BYTES,
-              "plan: smem_bytes");
+static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     streamkl_forward(const __grid_constant__ HopperForwardArgs all) {
@@ -85,23 +74,13 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
 
     const u32 base = (static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u;
     const u32 queries_t = base, queries_s = base + Teacher::bytes(kRows), ring = base + kQueryBytes;
-    const u32 full = ring + kRing * kPieceBytes + kAllGivenBytes, empty = full + 8 * kRing,
-              queries_here = empty + 8 * kRing;
-    // Of the stage of a group's numbers.
-    const auto given_at = [ring](int g, int slot) {
-        return ring + kRing * kPieceBytes + (g * kGivenRing + slot) * kGivenBytes;
-    };
-    const auto given_full = [queries_here](int g, int slot) { return queries_here + 8 + 16 * (g * kGivenRing + slot); };
+    const u32 full = ring + kRing * kPieceBytes, empty = full + 8 * kRing, queries_here = empty + 8 * kRing;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
             mbarrier_init(full + 8 * i, 1);
             mbarrier_init(empty + 8 * i, kWarps * kArrivals);
         }
         mbarrier_init(queries_here, 1);
-        for (int i = 0; kGiven && i < kGroups * kGivenRing; ++i) {
-            mbarrier_init(given_full(0, i), 1);
-            mbarrier_init(given_full(0, i) + 8, 4 * kArrivals);
-        }
         mbarrier_publish();
     }
     __syncthreads();
@@ -109,7 +88,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     const Range tiles = covering(mask.keys_of(first_row, end_row), kColumns);
     Cursor<Mask, -1> walk(mask, {first_row, end_row}, split_of(mask.steps_of(first_row, tiles), block, n));
     RingCursor<kRing> at;
-    RingCursor<kGivenRing> at_given;
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();
@@ -135,15 +113,17 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
                     at.advance();
                 }
                 if constexpr (kGiven) {
-                    for (int g = 0; g < kGroups; ++g) {
-                        const u32 barrier = given_full(g, at_given.slot);
-                        mbarrier_wait(barrier + 8, at_given.parity ^ 1);
-                        mbarrier_expect(barrier, kGivenBytes);
-                        load_boxes<Teacher>(given_at(g, at_given.slot), all.teacher_q, barrier, kBoxes,
-                                            segment.first_query + first_row + 64 * g, segment.first_key + walk.row(),
-                                            args.in.teacher_q.head == 0 ? 0 : block.head, block.batch);
-                    }
-                    at_given.advance();
+                    for (int g = 0; g < kGroups; ++g)
+                        for (int box = 0; box < kBoxes; ++box) {
+                            const u32 barrier = full + 8 * at.slot;
+                            mbarrier_wait(empty + 8 * at.slot, at.parity ^ 1);
+                            mbarrier_expect(barrier, Teacher::kBoxBytes);
+                            load_boxes<Teacher>(ring + at.slot * kPieceBytes, all.teacher_q, barrier, 1,
+                                                segment.first_query + first_row + 64 * g,
+                                                segment.first_key + walk.row() + box * Teacher::kBoxKeys,
+                                                args.in.teacher_q.head == 0 ? 0 : block.head, block.batch);
+                            at.advance();
+                        }
                 }
             }
         }
@@ -166,10 +146,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
               q_s = swizzled_descriptor(queries_s + group * 64 * 128);
     const u64 ring_start = swizzled_descriptor(ring);
     const auto release = [empty](int slot) { warp_arrive(empty + 8 * slot); };
-    const auto given_read = [&at_given, given_full, group] {
-        warp_arrive(given_full(group, at_given.slot) + 8);
-        at_given.advance();
-    };
     mbarrier_wait(queries_here, 0);
     HeldRows<SKL_HELD_STEPS> held;
     held.load<kRows>(queries_t, 16 * (threadIdx.x / 32));
@@ -178,14 +154,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         const int key = walk.row();
         if (group_row >= segment.queries || key >= mine.end || key + kColumns <= mine.begin ||
             (Mask::kListed && !walk.any_visible(group_row, group_end))) {
-            for (int p = 0; p < kPieces; ++p) {
+            for (int p = 0; p < kAllPieces; ++p) {
                 warp_wait(full + 8 * at.slot, at.parity);  // or two arrivals could fall into one phase
                 release(at.slot);
                 at.advance();
-            }
-            if constexpr (kGiven) {
-                warp_wait(given_full(group, at_given.slot), at_given.parity);
-                given_read();
             }
             continue;
         }
@@ -212,10 +184,18 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             at.advance();
         }
         if constexpr (kGiven) {
-            mbarrier_wait(given_full(group, at_given.slot), at_given.parity);
-            Teacher::read_rows(t[0], given_at(group, at_given.slot), strip + Accumulators::first_row(lane));
-            __syncwarp();
-            given_read();
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+                for (int box = 0; box < kBoxes; ++box) {
+                    warp_wait(full + 8 * at.slot, at.parity);
+                    if (g == group)
+                        Teacher::read_rows(t[0], box, ring + at.slot * kPieceBytes,
+                                           strip + Accumulators::first_row(lane));
+                    __syncwarp();
+                    release(at.slot);
+                    at.advance();
+                }
         }
         wgmma_wait<0>();
         fence_accumulators(t[0]);

@@ -40,7 +40,6 @@ struct Probability : Given {
         return exp2_approx(-reference);
     }
     __device__ static float weight(float y, float factor) { return y * (y >= kLeast ? factor : 0.f); }
-    __device__ static float by_dot(float, float, float);  // nobody differentiates by what is given
 };
 
 struct LogProbability : Given {

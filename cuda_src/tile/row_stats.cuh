@@ -19,16 +19,8 @@ template <int SIDE>
 __device__ inline float dot_gradient(float t, float s, const RowStats& row, Numbers numbers) {
     const float x = Score<kTeacher>::logit(t, numbers.teacher, row.lse_t);
     const float y = Score<kStudent>::logit(s, numbers.student, row.lse_s);
-    constexpr bool of_weights = LogitGradient<SIDE>::kOfWeights;
-    if constexpr (of_weights && Score<SIDE>::kWeighs) {
-        const auto& n = numbers.of<SIDE>();
-        const WeightsLess<Score<1 - SIDE>> other(numbers.of<1 - SIDE>(), SIDE == kTeacher ? row.lse_s : row.lse_t);
-        const float weight = SIDE == kTeacher ? other(s, y) : other(t, x);
-        return Score<SIDE>::by_dot(SIDE == kTeacher ? t : s,
-                                   Score<SIDE>::factor_of(n, SIDE == kTeacher ? row.lse_t : row.lse_s), weight);
-    }
     float gradient;
-    if constexpr (of_weights && (Score<kTeacher>::kWeighs || Score<kStudent>::kWeighs))
+    if constexpr (LogitGradient<SIDE>::kOfWeights && (Score<kTeacher>::kWeighs || Score<kStudent>::kWeighs))
         gradient = LogitGradient<SIDE>::weigh(WeightsLess<Score<kTeacher>>(numbers.teacher, row.lse_t)(t, x),
                                               WeightsLess<Score<kStudent>>(numbers.student, row.lse_s)(s, y));
     else
