@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from test_guests import Own
 
 import streamkl_cupy
-from streamkl_cupy import arrays, call
+from streamkl_cupy import arrays, call, launch
 from streamkl_cupy.compiler import nvrtc
 from streamkl_cupy.errors import CaptureError
 from streamkl_cupy.indexer import cuda, plan, problem, strips
@@ -906,6 +906,10 @@ class Driver:
     def __init__(self) -> None:
         self.kernels: list[IndexerKernel] = []
         self.seen: list[tuple[Any, ...]] = []
+        self.context = 64
+
+    def ctxGetCurrent(self) -> int:
+        return self.context
 
     def load(self, kernel: IndexerKernel, stream: int | None) -> int:
         self.kernels.append(kernel)
@@ -925,9 +929,10 @@ class Driver:
 @pytest.mark.parametrize("target", [False, True])
 def test_a_call_like_one_before_launches_what_lies_ready(monkeypatch: pytest.MonkeyPatch, target: bool) -> None:
     driver = Driver()
-    monkeypatch.setattr(
-        cuda, "import_cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(driver=driver, runtime=driver))
-    )
+    pretended = SimpleNamespace(cuda=SimpleNamespace(driver=driver, runtime=driver))
+    for module in (cuda, launch):
+        monkeypatch.setattr(module, "import_cupy", lambda: pretended)
+    monkeypatch.setattr(launch, "_primary_context", lambda index: driver.context)
     driver.launchKernel, driver.memsetAsync = driver.launch, driver.clear  # type: ignore[attr-defined]
     monkeypatch.setattr(cuda, "device_facts", lambda index: GPUS["sm_80"])
     monkeypatch.setattr(cuda, "in_context", lambda index: nullcontext())
