@@ -685,5 +685,5 @@ OF_SIDES = Kind(
     validate.gradients_built,
     lambda device: backend(device),
     every_row_sees,
-    hints.look,
+    lambda *given: hints.look(*given),
 )
