@@ -183,7 +183,7 @@ def test_torch_kinds_without_plain_memory(torch: Any) -> None:
 def test_torch_transforms(torch: Any) -> None:
     def look(x: Any) -> Any:
         with pytest.raises(
-            TypeError, match=r"teacher_q is a tensor inside a torch\.func transform.*attention_kl.* there"
+            TypeError, match=r"teacher_q is a tensor inside a torch\.func transform.*attention_kl"
         ):
             describe("teacher_q", x)
         return x.sum()
@@ -242,7 +242,7 @@ def test_jax_kinds_that_hold_no_numbers(jax: Any) -> None:
     def look(x: Any) -> Any:
         assert frameworks.framework_of("teacher_q", x) == "jax"
         assert frameworks.is_standin("teacher_q", x)
-        with pytest.raises(TypeError, match=r"teacher_q is a JAX tracer.*call streamkl_cupy.attention_kl.*, not the"):
+        with pytest.raises(TypeError, match=r"teacher_q is a JAX tracer.*call attention_kl, .*not the"):
             describe("teacher_q", x)
         return x.sum()
 
