@@ -182,9 +182,7 @@ def test_torch_kinds_without_plain_memory(torch: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func.jvp uses it
 def test_torch_transforms(torch: Any) -> None:
     def look(x: Any) -> Any:
-        with pytest.raises(
-            TypeError, match=r"teacher_q is a tensor inside a torch\.func transform.*attention_kl"
-        ):
+        with pytest.raises(TypeError, match=r"teacher_q is a tensor inside a torch\.func transform.*attention_kl"):
             describe("teacher_q", x)
         return x.sum()
 
