@@ -562,7 +562,7 @@ def pairs_computed(**options: Any) -> int:
     """Pairs of row and key that the NumPy backend computes logits of, over batch entries and heads."""
     case = make(**options)
     ready = Call.of(ATTENTION_KL, tuple(case.arrays), case.options).ready()
-    runner, seen = ready.checked.runner, ready.masks
+    runner, seen = ready.checked.runner, ready.views.masks
     total = 0
     for segment in runner._segments(seen)[0]:
         for b, h in runner._groups(segment):
@@ -735,7 +735,7 @@ def test_bad_values_leave_outputs_alone() -> None:
     for view in written:
         view.array[...] = 7
     with pytest.raises(ValueError, match="key_lengths"):
-        ready.checked.runner.forward(inputs, outputs, 0, 0, ready.masks)
+        ready.checked.runner.forward(inputs, outputs, 0, 0, ready.views.masks)
     assert all((view.array == 7).all() for view in written)
 
 
