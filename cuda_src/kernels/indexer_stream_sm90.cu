@@ -56,6 +56,7 @@ struct Item {
     int tile;   // of rows; negative: there is no more
     int entry;  // batch entry and group
     int key, end;
+    int strip_end;           // of the keys that the strip has of the tile: others of a cluster may see more
     int state;               // number of the row state of the first half
     int all_begin, all_end;  // keys that all rows see, but for bits
     int idle;                // no row has a gradient
@@ -160,6 +161,9 @@ private:
             item.idle = kEnding == kEndsInStrip && idle(tiles, item.entry);
             item.absent =
                 kCluster > 1 && (item.tile < args().first_tile || item.tile >= args().first_tile + args().tiles);
+            if constexpr (kEnding == kEndsInStrip)
+                item.strip_end =
+                    item.absent ? 0 : min(item.end, keys_of_tile(args(), item.entry / args().groups, item.tile).end);
             return true;
         }
         return false;
@@ -301,7 +305,7 @@ struct Consumer {
             const Item& item = shared.item(items.slot);  // what is in shared memory needs no registers
             if (item.tile < 0) break;
             if (kEnding == kEndsInStrip && item.idle) {
-                if (!item.absent) clear_strip(item);
+                clear_strip(item);
             } else
                 for (int key = item.key; key < item.end; key += kColumns) {
                     if (key + half * kWarpColumns < item.end)
@@ -487,7 +491,7 @@ private:
         int kept = 0;          // tiles that are there in the strip
         int step = 0;
         if constexpr (kKeepsGates) {
-            kept = item.absent ? 0 : min(ceil_div(item.end - first_key, kStripTile), kWarpColumns / kStripTile);
+            kept = min(ceil_div(item.strip_end - first_key, kStripTile), kWarpColumns / kStripTile);
             const StripRow strip(args, item.entry / args.groups, item.tile);
             gates = reinterpret_cast<u32*>(strip.gates(args, item.entry % args.groups, 0, first_key / kStripTile)) +
                     threadIdx.x / 32 % 4 * 32 + gate_word(lane);
@@ -575,15 +579,15 @@ private:
                 const bool counts = stats.z != 0.f && seen.sees(key_of(first_key, 2 * n + j));
                 d[j] = counts ? stats.z * fmaf(-stats.y, t[0][n][e], q) : 0.f;
             }
-            if (first_key + 8 * n >= item.end) continue;  // beyond the strip's tiles
+            if (first_key + 8 * n >= item.strip_end) continue;  // beyond the strip's tiles
             StripElement::store_pair(to + strip_step(n), d[0], d[1]);
         }
     }
     __device__ void clear_strip(const Item& item) const {
-        for (int key = item.key + half * kWarpColumns; key < item.end; key += kColumns)
+        for (int key = item.key + half * kWarpColumns; key < item.strip_end; key += kColumns)
             for (int below = 0; below < 2; ++below)
                 for (int n = 0; n < kTiles; ++n)
-                    if (key + 8 * n < item.end)
+                    if (key + 8 * n < item.strip_end)
                         StripElement::store_pair(
                             strip_pair(args, item.entry, item.tile * kRows + row + Accumulators::below(below),
                                        key + Accumulators::first_column(lane)) +

@@ -2,8 +2,8 @@
 
 Shared memory, bytes, with 64 rows and 256 keys to a tile; where the teacher's keys stream they lie in the stages:
 
-    1024 + 32768 * (chunks(D_t) + chunks(D)) + stages * 8192 + 8 * (8 + 2 * stages) + 72
-    1024 + 32768 * chunks(D) + stages * (8192 + 32768) + 8 * (8 + 2 * stages) + 72
+    1024 + 32768 * (chunks(D_t) + chunks(D)) + stages * 8192 + 8 * (8 + 2 * stages) + 80
+    1024 + 32768 * chunks(D) + stages * (8192 + 32768) + 8 * (8 + 2 * stages) + 80
 
 Registers: 256 * consumer + 128 * producer must fit.
 """
@@ -20,7 +20,7 @@ from .structs import HOPPER_INDEXER, INDEXER_MAPS
 
 ENDINGS = ("rows", "strip")
 """That there are."""
-ITEM_BYTES = 36
+ITEM_BYTES = 40
 COLUMNS = 256
 """Keys of a tile, of both warpgroups."""
 MOST_STATES = 128
