@@ -115,10 +115,12 @@ int walk(const Extents& n, int heads, int group, int turn, unsigned char* seen, 
             bool any = false, all = true;
             for (int c = at.row(); c < at.row() + kColumns; ++c) {
                 bool column = false;
+                const bool told = mask.told(met).contains(c);
                 for (int r = first; r < end; ++r) {
                     const int q = kRowsAreQueries ? r : c, k = kRowsAreQueries ? c : r;
                     // Of stationary rows nobody asks which are there, before they are written.
                     const bool passes = at.mask.visible(q, k), visible = passes && at.mask.there(q);
+                    if (passes && !told) return 12;
                     column = column || visible;
                     all = all && (kRowsAreQueries ? passes : visible);
                     if (!visible) continue;
