@@ -6,14 +6,15 @@ stripes have nearly the same one. So units are paired by how long their lists ar
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..patterns import BlockPattern
-from ..patterns.pattern import when_gone
 from .work_tiles import Lists
+
+if TYPE_CHECKING:
+    from ..patterns import BlockPattern
 
 UNIT = 64
 """Keys of a unit, and queries of a tile."""
@@ -52,6 +53,8 @@ def _leave(digest: str) -> None:
 
 def gathered(pattern: BlockPattern, group: int) -> Gathered:
     """Lists of a pattern whose heads are read by blocks `group` at a time, neighbours, or whose only head is."""
+    from ..patterns.pattern import when_gone
+
     when_gone(_leave)
     made = _made.setdefault(pattern.digest, {})
     return made.get(group) or made.setdefault(group, _gather(pattern, group))
