@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +59,7 @@ inline size_t __cvta_generic_to_shared(const void*) { return 0; }
 inline void __syncwarp() {}
 inline void __syncthreads() {}
 
-// Of a warp whose lanes come one after the other, each as far as it needs the others; a lane by itself has its own value.
+// Of a warp whose lanes come one after the other, each as far as it needs the others; one by itself has its own.
 struct Warp {
     long long values[2][32];  // of one question and the next
     int asked[32] = {};
@@ -106,18 +105,28 @@ inline void run_warp() {
 template <class T>
 T __shfl_sync(unsigned, T x, int from) { return together(x, [=](const T* all) { return all[from % 32]; }); }
 template <class T>
-T __shfl_xor_sync(unsigned, T x, int by) { return together(x, [=](const T* all) { return all[threadIdx.x % 32 ^ by]; }); }
+T __shfl_xor_sync(unsigned, T x, int by) {
+    return together(x, [=](const T* all) { return all[threadIdx.x % 32 ^ by]; });
+}
 template <class T>
 T __shfl_up_sync(unsigned, T x, int by) {
     const int lane = threadIdx.x % 32;
     return together(x, [=](const T* all) { return all[lane < by ? lane : lane - by]; });
 }
 inline unsigned __ballot_sync(unsigned, bool x) {
-    return together(int(x), [](const int* all) { unsigned y = 0; for (int i = 0; i < 32; ++i) y |= unsigned(all[i]) << i; return y; });
+    return together(int(x), [](const int* all) {
+        unsigned y = 0;
+        for (int i = 0; i < 32; ++i) y |= unsigned(all[i]) << i;
+        return y;
+    });
 }
 inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
-inline int __reduce_min_sync(unsigned, int x) { return together(x, [](const int* all) { return *std::min_element(all, all + 32); }); }
-inline int __reduce_max_sync(unsigned, int x) { return together(x, [](const int* all) { return *std::max_element(all, all + 32); }); }
+inline int __reduce_min_sync(unsigned, int x) {
+    return together(x, [](const int* all) { return *std::min_element(all, all + 32); });
+}
+inline int __reduce_max_sync(unsigned, int x) {
+    return together(x, [](const int* all) { return *std::max_element(all, all + 32); });
+}
 """
 
 DRIVER = r"""
@@ -189,7 +198,7 @@ def test_a_tile_is_written_where_the_strip_has_it(
     """All that its rows see, and nothing of others: tiles of a cluster see keys to different ends."""
     assert ctypes.sizeof(Item) == indexer_stream_sm90.ITEM_BYTES
     monkeypatch.setattr(indexer_stream_sm90, "MOST_STATES", states)
-    B, G, I, M, N = 2, 3, 2, 290, 780
+    B, G, heads, M, N = 2, 3, 2, 290, 780
     maps = frozenset(("TQ", "TK", "SQ", "SK"))
     shape = IndexerShape("bfloat16", "bfloat16", "float32", 64, 0, 32, True, False, False, maps, maps, tiled=True)
     kernel = indexer_stream_sm90.plan(shape, "strip", several, N, GPUS["sm_90"])
@@ -213,13 +222,13 @@ def test_a_tile_is_written_where_the_strip_has_it(
         stats = rng.integers(0, 2, (B, G, M, 1)).astype(np.float32) * np.ones(4, np.float32)
         stats[0, 0] = 0  # whose tiles are cleared
         strip = np.empty((before[-1] * G, GRID * GRID), np.uint16)
-        gates = np.empty((before[-1] * G * I, 128), np.uint32)
-        vectors = np.ones((B, G * I, M), np.float32)
+        gates = np.empty((before[-1] * G * heads, 128), np.uint32)
+        vectors = np.ones((B, G * heads, M), np.float32)
         there = {"row_keys": rows, "tile_keys": tile_keys, "strip_widths": before, "row_stats": stats, "strip": strip,
                  "gates": gates, "weights": vectors, "lse2": vectors}  # fmt: skip
         values = dict.fromkeys(INDEXER.leaves, 0) | {name: a.ctypes.data for name, a in there.items()}
-        values |= {"entries": B, "groups": G, "queries": M, "keys": N, "teacher_heads": I, "teacher_group": 3}
-        values |= {"index_heads": I, "index_key_heads": 1, "first_tile": first, "tiles": tiles, "grid_tiles": grid}
+        values |= {"entries": B, "groups": G, "queries": M, "keys": N, "teacher_heads": heads, "teacher_group": 3}
+        values |= {"index_heads": heads, "index_key_heads": 1, "first_tile": first, "tiles": tiles, "grid_tiles": grid}
         args = INDEXER.pack(values)
         items = (Item * 4096)()
         count = library.find_items(args, 6, items)
@@ -238,7 +247,7 @@ def test_a_tile_is_written_where_the_strip_has_it(
             here = before[at] * G + group * wide
             assert ((here <= cells) & (cells < here + ends[batch, item.tile])).all()
             opened = np.flatnonzero(gates.any(1))
-            of_heads = [before[at] * G * I + (group * I + h) * wide + cells - here for h in range(I)]
+            of_heads = [before[at] * G * heads + (group * heads + h) * wide + cells - here for h in range(heads)]
             np.testing.assert_array_equal(opened, [] if item.idle else np.concatenate(of_heads))
             written[cells] += 1
         for batch in range(B):
