@@ -405,8 +405,6 @@ class Runner(Launches):
             ("column", mask.strides[-1]),
             ("count", mask.shape[-1]),
         )
-        start, size = packed.spans
-        yield Command(self._runtime.memsetAsync, (workspace + packed.place + start, 0, size))
         yield from kernel.commands((), fields)
 
     def _forward(self, workspace: bool, stream: int | None) -> Request:

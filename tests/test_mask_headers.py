@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from streamkl_cupy.compiler.source import cuda_root, flatten
-from streamkl_cupy.kernels.structs import EXTENTS, SPAN_WORDS, args_of, row_tiles
+from streamkl_cupy.kernels.structs import EXTENTS, args_of, row_tiles
 from streamkl_cupy.kernels.work_tiles import cut, survey
 from streamkl_cupy.launch import _mask_words
 from streamkl_cupy.ops import ATTENTION_KL
@@ -115,12 +115,10 @@ int walk(const Extents& n, int heads, int group, int turn, unsigned char* seen, 
             bool any = false, all = true;
             for (int c = at.row(); c < at.row() + kColumns; ++c) {
                 bool column = false;
-                const bool told = mask.told(met).contains(c);
                 for (int r = first; r < end; ++r) {
                     const int q = kRowsAreQueries ? r : c, k = kRowsAreQueries ? c : r;
                     // Of stationary rows nobody asks which are there, before they are written.
                     const bool passes = at.mask.visible(q, k), visible = passes && at.mask.there(q);
-                    if (passes && !told) return 12;
                     column = column || visible;
                     all = all && (kRowsAreQueries ? passes : visible);
                     if (!visible) continue;
@@ -323,16 +321,11 @@ def one_block(walker: Any, parts: tuple[str, ...], rows: int, columns: int, quer
 
 
 def as_bits(mask: Any) -> Any:
-    """(B, N) bool as kernels have it: words of 32 keys, and behind all of them each entry's span."""
-    entries, count = mask.shape
-    packed = np.zeros((entries, -(-count // 32) * 4), np.uint8)
+    """(B, N) bool as kernels have it: words of 32 keys."""
+    packed = np.zeros((len(mask), -(-mask.shape[1] // 32) * 4), np.uint8)
     bits = np.packbits(mask, axis=1, bitorder="little")
     packed[:, : bits.shape[1]] = bits
-    spans = np.zeros((entries, SPAN_WORDS), np.uint32)
-    spans[:, 0] = (mask * np.arange(count, 0, -1)).max(axis=1, initial=0)
-    spans[:, 1] = (mask * np.arange(1, count + 1)).max(axis=1, initial=0)
-    spans[:, 2] = mask.sum(axis=1)
-    return np.concatenate([packed.ravel(), spans.view(np.uint8).ravel()])
+    return packed
 
 
 def touched(dense: Any, rows: int, columns: int) -> int:

@@ -286,7 +286,7 @@ def test_masks_of_keys_and_of_rows_are_packed_one_after_the_other(book: Book, rn
     call.forward()
     plan: Plan = call.runner.plan
     keys, rows, (_, forward), *_ = book
-    behind = call.workspace + -(-2 * (-(-3333 // 32) + structs.SPAN_WORDS) * 4 // 128) * 128
+    behind = call.workspace + -(-2 * -(-3333 // 32) * 4 // 128) * 128
     for got, name, count, words in (
         (keys, "key_mask", 3333, call.workspace),
         (rows, "query_mask", 300, behind),
@@ -298,9 +298,6 @@ def test_masks_of_keys_and_of_rows_are_packed_one_after_the_other(book: Book, rn
                 "count": count, "entries": 2,
             },
         )  # fmt: skip
-    # Where spans are, behind the words of two entries.
-    cleared = [(words + 2 * 4 * -(-count // 32), 32) for words, count in ((call.workspace, 3333), (behind, 300))]
-    assert book.cleared == cleared
     assert forward["n.mask"][:3] == (call.masks.query_lengths.ptr, call.workspace, behind)
     assert plan.mask_bytes == behind - call.workspace + 128
     assert book.shapes[:2] == shapes(*(packed.kernel for packed in plan.mask_bits))
@@ -386,7 +383,7 @@ def test_workspaces_are_as_large_as_what_kernels_put_there(tmp_path: Path, rng: 
         tmp_path,
         flatten("common/sizes.cuh", {}, {})
         + 'extern "C" int tiles(int rows, int tile, int sequences) { return row_tiles(rows, tile, sequences); }\n'
-        'extern "C" int words(int bits) { return bit_words(bits) + kSpanWords; }\n',
+        'extern "C" int words(int bits) { return bit_words(bits); }\n',
     )
     for trial in range(6):
         M, N = int(rng.integers(300, 3000)), int(rng.integers(*((1, 129) if trial > 3 else (300, 3000))))

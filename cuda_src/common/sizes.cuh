@@ -5,10 +5,6 @@
 // Words of so many bits, 32 to a word.
 __device__ constexpr int bit_words(int bits) { return ceil_div(bits, 32); }
 
-// Of an entry's bits, what stands of their span: how many come from the first one on, how many come before the end of the
-// last one, and how many there are.
-constexpr int kSpanWords = 4;
-
 // Tiles of `tile` rows; of packed sequences as many as any lengths need (masks/packed.cuh).
 __device__ constexpr int row_tiles(int rows, int tile, int sequences) {
     return sequences > 0 ? rows / tile + sequences + 1 : ceil_div(rows, tile);

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
             } else {
                 load_rows<kColumns, SKL_AQ_VECTOR, at_once>(stage(i).scored(), queries, first, columns, met);
                 load_grads<kColumns, at_once>(stage(i).valued(), args, grads, first, columns, met);
-                vectors.load(stage(i).vectors(), first, ahead.mask.told(columns));
+                vectors.load(stage(i).vectors(), first, columns);
             }
             ahead.next();
         };

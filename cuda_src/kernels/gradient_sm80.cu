@@ -248,8 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
             } else {
                 load_rows<kColumns, SKL_TQ_VECTOR, at_once>(stage(i).teacher(), queries_t, first, columns, met);
                 load_rows<kColumns, SKL_SQ_VECTOR, at_once>(stage(i).student(), queries_s, first, columns, met);
-                load_vectors(stage(i).vectors(), args, block.batch, head, segment.first_query, first,
-                             ahead.mask.told(columns));
+                load_vectors(stage(i).vectors(), args, block.batch, head, segment.first_query, first, columns);
             }
             ahead.next();
         };

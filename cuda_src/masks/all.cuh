@@ -67,12 +67,6 @@ struct AllOf : Parts... {
     }
     __device__ bool there(int q) const { return ((q < segment.queries) & ... & Parts::there(q)); }
 
-    // Of streamed rows whose interval is `met`, those beyond which no pair is `visible`. Of queries that are picked the
-    // interval may have fewer, and their log-sum-exps have to say so: kernels read these of all such rows.
-    __device__ Range told(Range met) const {
-        return kPicksQueries && !kRowsAreQueries ? Range{0, segment.queries} : met;
-    }
-
     // What passes every part alone may still be hidden by all of them together, but not inside strips of 16: there a
     // list says the same of all pairs, and of the others at most one knows queries from one another. Where some of these
     // are picked, only those are asked about that see the key as far as intervals know, which of one key are exact.

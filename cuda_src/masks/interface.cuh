@@ -10,7 +10,6 @@
 //   bool full(q0, q1, k0, k1)                  every pair of the two intervals is visible (and inside the segment)
 //   bool visible(q, k)                         this pair is visible (and inside the segment), if the row is there
 //   bool there(q)                              row q is one of those that see anything at all: see kPicksQueries
-//   Range told(Range met)                      rows whose log-sum-exps tell: of others than these no pair is visible
 //   bool key_seen(q0, q1, k)                   some row of [q0, q1) sees key k
 //   bool query_seen(k0, k1, q)                 row q sees some key of [k0, k1)
 //
@@ -23,8 +22,7 @@
 //   kKnowsQueries   rows of one strip of 16 see other keys
 //   kPicksQueries   some of them are not there, and see nothing at all. Where they are stationary, `full` does not ask:
 //             whatever comes of such rows stays their own, and is put aside where it is written. Where they are streamed,
-//             a log-sum-exp of minus infinity tells them from others, in tiles that are not full, those outside the
-//             intervals too (`told`)
+//             a log-sum-exp of minus infinity tells them from others, in tiles that are not full
 //   kShortens what it hides are the last rows or keys: `shorten` takes them from the mask's segment, and the other
 //             parts are not asked about them: a row whose window lies behind the last key sees nothing
 //

@@ -1,5 +1,5 @@
 """Masks of keys and of query rows, packed to bits before any other kernel runs: `kernels/mask_bits.cu`, a warp to a
-word, a block to words of one batch entry."""
+word."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ class PackedMask(NamedTuple):
     place: int
     """Where in every workspace the bits lie, bytes."""
     bytes: int
-    """Of the bits and of their spans."""
-    spans: tuple[int, int]
-    """Where these lie behind the bits, and how many bytes of them are cleared first."""
+    """Of the bits."""
 
     def __str__(self) -> str:
         return f"{self.kernel}, of {self.array}"
@@ -41,15 +39,13 @@ def plan(problem: Problem, facts: DeviceFacts) -> tuple[PackedMask, ...]:
     place = 0
     for array in (array for part in parts_of(problem.mask) for array in part.arrays if array.bits):
         count = problem.queries if array.bits == "queries" else problem.keys
-        kernel, lies = _kernel(problem.batch, bit_words(count), facts), packed_mask(count)
-        sizes = lies.sizes(problem.batch)
-        spans = sizes["words"], sizes["spans"]
-        found.append(PackedMask(array.name, kernel, place, lies.bytes(problem.batch), spans))
+        kernel = _kernel(problem.batch * bit_words(count), facts)
+        found.append(PackedMask(array.name, kernel, place, packed_mask(count).bytes(problem.batch)))
         place += found[-1].bytes
     return tuple(found)
 
 
-def _kernel(entries: int, words: int, facts: DeviceFacts) -> KernelPlan:
+def _kernel(words: int, facts: DeviceFacts) -> KernelPlan:
     return KernelPlan(
         task=MASK_BITS,
         entry="kernels/mask_bits.cu",
@@ -59,7 +55,7 @@ def _kernel(entries: int, words: int, facts: DeviceFacts) -> KernelPlan:
         slots=(),
         args=ARGS,
         regions=(),
-        blocks=entries * -(-words * 32 // THREADS),
+        blocks=-(-words * 32 // THREADS),
         threads=THREADS,
         schedule=Schedule(),
     )

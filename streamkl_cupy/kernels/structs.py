@@ -653,14 +653,9 @@ def bit_words(bits: int) -> int:
     return -(-bits // 32)
 
 
-SPAN_WORDS = 4
-"""What stands of the span of an entry's bits."""
-
-
 def packed_mask(bits: int) -> Regions:
     """A mask with so many bits to an entry of the batch."""
-    words, spans = Region("words", "u32", bit_words(bits)), Region("spans", "u32", SPAN_WORDS, "zero before a launch")
-    return Regions("PackedMask", (words, spans), line=LINE)
+    return Regions("PackedMask", (Region("words", "u32", bit_words(bits)),), line=LINE)
 
 
 def row_tiles(rows: int, tile: int, sequences: int) -> int:
