@@ -118,12 +118,7 @@ __device__ inline void consume(const IndexerArgs& args, const Layout& shared, in
     for (Walk walk(args, blockIdx.x, gridDim.x); walk.more();) {
         walk.start();
         const bool begins = walk.begins();
-#pragma unroll
-        for (int t = 0; t < kTilesEach; ++t)
-#pragma unroll
-            for (int d = 0; d < kOperandTiles; ++d)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out[t][d][e] = 0.f;
+        clear_sums(out);
         const int first_key = walk.block * kKeyBlock + which * (kTilesEach * kStripTile);
         while (walk.left > 0) {
             const int run = walk.run();
@@ -152,22 +147,9 @@ __device__ inline void consume(const IndexerArgs& args, const Layout& shared, in
                     if constexpr (kGated)
                         gate_keys(a[t], d[t], shared.gates(at.slot, which * kTilesEach + t), warp);
                     else
-#pragma unroll
-                        for (int k = 0; k < 4; ++k)
-#pragma unroll
-                            for (int r = 0; r < 4; ++r) a[t][k][r] = d[t][k][r];
+                        gate_nothing(a[t], d[t]);
                 }
-#pragma unroll
-                for (int t = 0; t < kTilesEach; ++t)
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) fence_operand(a[t][k]);
-                wgmma_fence();
-#pragma unroll
-                for (int t = 0; t < kTilesEach; ++t) multiply_operand(out[t], a[t], shared.queries(at.slot));
-                wgmma_commit();
-                wgmma_wait<0>();
-#pragma unroll
-                for (int t = 0; t < kTilesEach; ++t) fence_accumulators(out[t]);
+                multiply_operands(out, a, shared.queries(at.slot));
                 __syncwarp();
                 warp_arrive(shared.empty(at.slot));
                 at.advance();

@@ -267,12 +267,7 @@ __device__ inline void consume(const IndexerArgs& args, const Layout& shared, in
             for (int h = 0; h < kHeads; ++h)
                 fetch_queries(args, walk, head_of(args, walk, mine + h), shared.queries(mine + h), warp);
         cp_async_commit();
-#pragma unroll
-        for (int h = 0; h < kHeads; ++h)
-#pragma unroll
-            for (int d = 0; d < kOperandTiles; ++d)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out[h][d][e] = 0.f;
+        clear_sums(out);
 #pragma unroll 1
         for (int i = walk.keys.begin; i < walk.keys.end; ++i) {
             mbarrier_wait(shared.full(at.slot), at.parity);
@@ -283,22 +278,9 @@ __device__ inline void consume(const IndexerArgs& args, const Layout& shared, in
                 if constexpr (kGated)
                     gate_rows(a[h], d, __float_as_uint(shared_float(shared.gates(at.slot, mine + h) + word)));
                 else
-#pragma unroll
-                    for (int k = 0; k < 4; ++k)
-#pragma unroll
-                        for (int r = 0; r < 4; ++r) a[h][k][r] = d[k][r];
+                    gate_nothing(a[h], d);
             }
-#pragma unroll
-            for (int h = 0; h < kHeads; ++h)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) fence_operand(a[h][k]);
-            wgmma_fence();
-#pragma unroll
-            for (int h = 0; h < kHeads; ++h) multiply_operand(out[h], a[h], shared.keys(at.slot));
-            wgmma_commit();
-            wgmma_wait<0>();
-#pragma unroll
-            for (int h = 0; h < kHeads; ++h) fence_accumulators(out[h]);
+            multiply_operands(out, a, shared.keys(at.slot));
             __syncwarp();
             warp_arrive(shared.empty(at.slot));
             at.advance();

@@ -68,3 +68,35 @@ __device__ inline void multiply_operand(float (&out)[kOperandTiles][4], const Gr
 #pragma unroll
     for (int k = 0; k < 4; ++k) wgmma<false, 1>(out, a[k], rows + (k * 16 * 128 >> 4), 1);
 }
+
+// The same of N products, each to sums of its own, and done when it returns.
+template <int N>
+__device__ inline void multiply_operands(float (&out)[N][kOperandTiles][4], Gradients64 (&a)[N], u32 tile) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) fence_operand(a[i][k]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < N; ++i) multiply_operand(out[i], a[i], tile);
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < N; ++i) fence_accumulators(out[i]);
+}
+// Gates that are all open.
+__device__ inline void gate_nothing(Gradients64& a, const Gradients64& d) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) a[k][r] = d[k][r];
+}
+template <int N>
+__device__ inline void clear_sums(float (&out)[N][kOperandTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+        for (int d = 0; d < kOperandTiles; ++d)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[i][d][e] = 0.f;
+}

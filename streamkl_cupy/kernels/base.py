@@ -142,11 +142,6 @@ class Work:
         return divergences.of(self.problem).state_floats + self.problem.entropy
 
     @property
-    def longest_state(self) -> int:
-        """The same, of the pass that has the largest."""
-        return max((self.state_floats, *divergences.of(self.problem).later_floats))
-
-    @property
     def long_state(self) -> bool:
         """Whether a pass keeps more of a row than most divergences do."""
         return self.state_floats > SHORT_STATE or bool(divergences.of(self.problem).later_floats)

@@ -174,10 +174,6 @@ class Job:
             return x
         return x.narrow(axis, start, size) if self.library.name == "torch" else x[at(axis, where)]
 
-    def cut_rows(self, rows: KLForwardRows[Any], where: slice) -> KLForwardRows[Any]:
-        """The same of row results."""
-        return KLForwardRows(*(None if x is None else self.cut(x, where) for x in rows))
-
     def arrays(self, inputs: Sequence[Any], call: Piece) -> tuple[Any, ...]:
         """The operands of a call."""
         q_t, k_t, q_s, k_s = inputs
