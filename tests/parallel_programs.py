@@ -27,12 +27,12 @@ def close(name: str, found: Any, wanted: Any, tolerance: float = 3e-6) -> None:
     assert error <= tolerance * max(1e-3, np.abs(np.asarray(wanted)).max(initial=0)), (name, error)
 
 
-def refused(options: dict[str, Any], inputs: list[Any], words: str) -> None:
+def refused(options: dict[str, Any], inputs: list[Any], words: str, call: str = "attention_kl") -> None:
     from streamkl_cupy import parallel as cp
 
     try:
-        cp.attention_kl(*inputs, **options)
-    except (ValueError, RuntimeError) as error:
+        getattr(cp, call)(*inputs, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
         if words not in str(error):
             raise
     else:
@@ -42,10 +42,12 @@ def refused(options: dict[str, Any], inputs: list[Any], words: str) -> None:
 def torch_ranks(rank: int, port: int, seed: int) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.utils.checkpoint import checkpoint
 
     import streamkl_cupy as skl
     from streamkl_cupy import parallel as cp
+    from streamkl_cupy import patterns
 
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -80,6 +82,56 @@ def torch_ranks(rank: int, port: int, seed: int) -> None:
         for name, x, grad in zip((*ALL, "row_weight"), mine, grads):
             close(f"{how} {name}", x.grad, cp.shard(grad, 2, rank, size, ownership))
 
+    def masked() -> None:
+        """Masks, which are in positions of the whole, by the explicit functions, of shards that are empty too."""
+        bounds = torch.tensor([0, 20, 20, 31, 47], dtype=torch.int32)
+        seen = torch.rand(1, 48, generator=torch.Generator().manual_seed(seed)) < 0.7
+        pattern = patterns.local(20, queries=48, block=16, causal=True) | patterns.strided(
+            2, [0, 1] * 6, queries=48, block=16
+        )
+        uneven = [range(30, 48), range(30), []]
+        for ownership, options in (
+            ("zigzag", {"causal": True, "window": (9, 0), "key_mask": seen, "query_mask": seen}),
+            ("zigzag", {"causal": True, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}),
+            ("contiguous", {"causal": True, "block_mask": pattern}),
+            (uneven, {"window": (-1, 3), "q_offset": -2}),
+        ):
+            packed = "cu_seqlens_q" in options
+            x = [x[0, :, :48].transpose(0, 1) if packed else x[:, :, :48] for x in full[:4]]
+            axis = 0 if packed else 2
+            rows = skl.attention_kl_forward(*x, **options)
+            grads = skl.attention_kl_backward(rows.student_lse.nan_to_num(neginf=0), *x, saved=rows, wrt=ALL, **options)
+
+            mine = [cp.shard(x, axis, rank, 3, ownership) for x in x]
+            for strategy in STRATEGIES:
+                how = {"strategy": strategy, "ownership": ownership, **options}
+                found = cp.attention_kl_forward(*mine, **how)
+                back = cp.attention_kl_backward(
+                    found.student_lse.nan_to_num(neginf=0), *mine, saved=found, wrt=ALL, **how
+                )
+                for name, x_, y in zip(found._fields, found, rows):
+                    close(
+                        f"{how} {name}",
+                        x_.nan_to_num(neginf=0),
+                        cp.shard(y, axis, rank, 3, ownership).nan_to_num(neginf=0),
+                    )
+                for name, x_, y in zip(ALL, back, grads):
+                    close(f"{how} {name}", x_, cp.shard(y, axis, rank, 3, ownership))
+
+    def one_rank() -> None:
+        """A dimension of a mesh that is one process gives the bits of the plain call; two dimensions are none."""
+        mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("cp", "tp"))
+        check(mesh["cp"], 3, "sum")
+        found = []
+        for call, how in ((skl.attention_kl, {}), (cp.attention_kl, {"group": mesh["tp"]})):
+            inputs = [x.clone().requires_grad_() for x in made]
+            value = call(*inputs[:4], causal=True, reduction="mean", row_weight=inputs[4], **how)
+            value.backward()
+            found.append([value, *(x.grad for x in inputs)])
+        for x, y in zip(*found):
+            assert torch.equal(x, y)
+        refused({"group": mesh}, shards(3, "zigzag")[:4], "DeviceMesh of 2 dimensions")
+
     for strategy in STRATEGIES:
         check(None, 3, "mean", strategy=strategy)
     check(None, 3, "none", strategy="all_gather", ownership="contiguous", keep_gathered=False, head_groups=3)
@@ -93,15 +145,13 @@ def torch_ranks(rank: int, port: int, seed: int) -> None:
     skl.sparse_attention(mine[0], *keys, causal=True, q_offset=first).square().sum().backward()
     for name, x, leaf in zip("qkv", mine, leaves):
         close(f"gather {name}", x.grad, cp.shard(leaf.grad, 2, rank, 3, "contiguous"))
+    masked()
     full = made
     check(None, 3, "mean")
+    one_rank()
     if rank < 2:
         check(pair, 2, "mean")
         check(pair, 2, "sum", strategy="p2p", ownership="contiguous")
-        from torch.distributed.device_mesh import DeviceMesh
-
-        mesh = DeviceMesh.from_group(pair, "cpu", mesh_dim_names=("cp",))
-        check(mesh, 2, "mean")
     mine = shards(3, "zigzag")[:4]
     refused({"window": (4 if rank else 3, 0)}, mine, "options differ")
     refused({"strategy": "p2p" if rank == 1 else "all_gather"}, mine, "strategy differ")
@@ -109,6 +159,11 @@ def torch_ranks(rank: int, port: int, seed: int) -> None:
     # What was agreed on before is not compared again, so this is a call that has not been.
     short = [x[:, :, 1:] if rank == 2 else x for x in mine[:3]]
     refused({"window": (5, 0)}, [*short, mine[3]], "a rank holds the same" if rank == 2 else "rank 2")
+    elsewhere = [x.detach().to("meta") if rank == 1 and i == 1 else x for i, x in enumerate(mine)]
+    refused({}, elsewhere, "teacher_k is on meta" if rank == 1 else "rank 1")
+    refused({"row_weight": 2.0} if rank == 0 else {}, mine, "row_weight is a float" if rank == 0 else "rank 0")
+    # What ranks have agreed on is compared again there.
+    refused({"causal": rank != 1}, mine, "options differ", "warmup")
     dist.destroy_process_group()
 
 

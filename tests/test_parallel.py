@@ -99,6 +99,98 @@ def test_ranks_together_are_one_call(strategy: str, rng: np.random.Generator) ->
         check(full, grad, size, ownership=where, **options, **diagonal)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shards_that_are_empty_or_see_nothing(strategy: str, rng: np.random.Generator) -> None:
+    """Fewer positions than chunks, lengths that chunks do not divide, rows without keys on every rank or on some, ranks
+    with rows alone or with keys alone."""
+    key_heads = 4
+    for tokens, options in (
+        (3, {"causal": True}),
+        (13, {}),
+        (13, {"causal": True, "q_offset": -5}),
+        (8, {"causal": True, "q_offset": -8}),
+        (13, {"causal": True, "ownership": "contiguous"}),
+        (9, {"causal": True, "ownership": [[], range(3, 9), range(3), []]}),
+    ):
+        full = arrays(rng, tokens, 4, key_heads, batch=1)
+        grad = rng.normal(size=full[0].shape[:-1])
+        check(full, grad, 4, strategy=strategy, **options)
+    rows, keys = [[0, 1], [], [2, 3, 4], [5]], [[], [0, 1, 2, 3, 4, 5], [], [6]]
+    full = [x[:, :, : 6 + i % 2] for i, x in enumerate(arrays(rng, 7, 4, key_heads, batch=1))]
+    whole = streamkl_cupy.attention_kl_forward(*full, causal=True)
+    grads = streamkl_cupy.attention_kl_backward(whole.kl, *full, saved=whole, wrt=INPUT_NAMES, causal=True)
+
+    def rank_of(rank: Any) -> None:
+        mine = [x[:, :, [*(keys, rows)[i % 2 == 0][rank.rank]]] for i, x in enumerate(full)]
+        how = {"group": rank, "strategy": strategy, "ownership": Ownership(rows, keys), "causal": True}
+        found = parallel.attention_kl_forward(*mine, **how)
+        back = parallel.attention_kl_backward(found.kl, *mine, saved=found, wrt=INPUT_NAMES, **how)
+        np.testing.assert_allclose(found.kl, whole.kl[..., rows[rank.rank]], rtol=1e-10, atol=1e-12)
+        for i, (x, y) in enumerate(zip(back, grads, strict=True)):
+            wanted = y[:, :, [*(keys, rows)[i % 2 == 0][rank.rank]]]
+            np.testing.assert_allclose(x, wanted, rtol=1e-10, atol=1e-12)
+
+    LocalWorld(4).run(rank_of)
+
+
+class Counting:
+    """A rank's bytes that come from others."""
+
+    def __init__(self, rank: Any) -> None:
+        self.bytes = 0
+        for name in ("all_gather", "reduce_scatter", "all_to_all", "shift", "post"):
+            setattr(rank, name, self.counted(name, getattr(rank, name), rank.size))
+
+    def counted(self, name: str, move: Any, size: int) -> Any:
+        def moved(*given: Any) -> Any:
+            if name == "post":
+                come = sum(x.nbytes for xs in given[1].values() for x in xs)
+            elif name == "shift":
+                come = sum(x.nbytes for x in given[0])
+            else:  # of one part from each of the others
+                come = given[0].nbytes * (size - 1) // (1 if name == "all_gather" else size)
+            self.bytes += come
+            return move(*given)
+
+        return moved
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_plan_says_what_moves(strategy: str, rng: np.random.Generator) -> None:
+    """The bytes that come to the rank to which most come, of shards as large as one another."""
+    size, wrt = 4, ("student_q", "student_k", "teacher_k")
+    for dtype, causal in ((np.float16, True), (np.float32, False)):
+        full = [x.astype(dtype) for x in arrays(rng, 32, 8, 4)]
+
+        def rank_of(rank: Any, full: Any = full, causal: bool = causal) -> Any:
+            mine = [shard(x, 2, rank.rank, size) for x in full]
+            how = {"strategy": strategy, "causal": causal}
+            said = parallel.plan(*mine, size=size, rank=rank.rank, wrt=wrt, **how).traffic
+            count = Counting(rank)
+            found = parallel.attention_kl_value_and_grad(*mine, group=rank, wrt=wrt, reduction="sum", **how)
+            return said, count.bytes, found
+
+        plans, moved, _ = zip(*LocalWorld(size).run(rank_of))
+        assert {said.forward + said.backward for said in plans} == {max(moved)}
+
+
+def test_few_rows_go_to_the_keys(rng: np.random.Generator) -> None:
+    """Where queries and states of rows are fewer bytes than keys, and states merge."""
+    q, k = rng.normal(size=(2, 4, 8)), rng.normal(size=(2, 64, 8))
+    for options, strategy in (({}, "all_gather_queries"), ({"divergence": "jsd"}, "all_gather")):
+        said = parallel.plan(*(x[:, ::2] for x in (q, k, q, k)), size=2, **options)
+        assert said.strategy == strategy
+        assert "bytes to receive" in said.why
+
+    def rank_of(rank: Any) -> Any:
+        mine = [shard(x, 1, rank.rank, 2) for x in (q, k, q + 1, k)]
+        return parallel.attention_kl(*mine, group=rank)
+
+    wanted = streamkl_cupy.attention_kl(q, k, q + 1, k)
+    np.testing.assert_allclose(parallel.unshard(LocalWorld(2).run(rank_of), 1), wanted, rtol=1e-10, atol=1e-12)
+    assert parallel.plan(q, q, q, q, size=2).strategy == "all_gather"
+
+
 def masks(rng: np.random.Generator, tokens: int) -> dict[str, dict[str, Any]]:
     sizes = np.sort(rng.integers(0, tokens, 5))
     bounds = np.array([0, *sizes], np.int32)
@@ -247,7 +339,7 @@ def test_calls_alike_agree_once(rng: np.random.Generator) -> None:
         with pytest.raises(TypeError, match="causal"):
             parallel.attention_kl(*mine, group=rank, causal=1)
         parallel.attention_kl(*(x.astype(np.float32) for x in mine), group=rank, causal=True)
-        assert [len(exchanges), len(rank.jobs)] == [2, 2]
+        assert [len(exchanges), len(rank.jobs)] == [3, 2]
 
     LocalWorld(3).run(rank_of)
 
@@ -442,6 +534,13 @@ def test_planted_faults_are_seen(rng: np.random.Generator) -> None:
 
     assert np.abs(gradient(local) - gradient(right)).max() > 1e-3
 
+    def of_teacher(rows: Any) -> Any:
+        given = {"saved": rows, "wrt": ("teacher_k",)}
+        return streamkl_cupy.attention_kl_backward(np.ones(1), q_t, k_t[:20], q_s, k_s[:20], **given).teacher_k
+
+    # The value of all keys, not of some of them, beside log-sum-exps of all.
+    assert np.abs(of_teacher(right._replace(kl=local.kl)) - of_teacher(right)).max() > 1e-3
+
 
 # Reductions, bits, mistakes
 
@@ -484,9 +583,9 @@ def test_one_rank_is_the_plain_call(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("strategy, dtype", [("p2p", np.float32), ("all_gather", np.float64)])
+@pytest.mark.parametrize("strategy, dtype", [*((x, np.float32) for x in STRATEGIES), ("all_gather", np.float64)])
 def test_the_same_bits_from_run_to_run(strategy: str, dtype: Any, rng: np.random.Generator) -> None:
-    full = [x.astype(dtype) for x in arrays(rng, 40)]
+    full = [x.astype(dtype) for x in arrays(rng, 40, 4, 4)]
 
     def rank_of(rank: Any) -> Any:
         mine = [shard(x, 2, rank.rank, 4) for x in full]
@@ -513,7 +612,14 @@ def test_the_same_bits_from_run_to_run(strategy: str, dtype: Any, rng: np.random
         (2, {"key_mask": np.ones((1, 6), np.bool_)}, "masks are in positions of the whole sequence, 12 here"),
         (2, {"key_lengths": np.ones(3, np.int32)}, "key_lengths: shape"),
         (2, {"block_mask": patterns.full(queries=12)}, "inside a block of 64"),
+        (2, {"block_mask": patterns.full(queries=6)}, "block_mask is a pattern for 6 query rows"),
         (2, {"mesh": None}, "has no option 'mesh'"),
+        (2, {"return_entropy": True}, "return_entropy is not built for a sequence that several ranks hold"),
+        (2, {"student_sink_logits": np.zeros(4)}, "student_sink_logits is not built"),
+        (2, {"reduction": "max"}, "reduction='max' is unknown"),
+        (2, {"keep_gathered": 1}, "keep_gathered=1 is an int"),
+        (2, {"row_weight": np.ones(12)}, "row_weight: shape (12,) does not broadcast to the rows (1, 4, 6)"),
+        (2, {"row_weight": 2.0}, "row_weight is a float"),
     ],
 )
 def test_mistakes_are_errors_on_every_rank(
@@ -533,6 +639,52 @@ def test_mistakes_are_errors_on_every_rank(
     assert all(words in error for error in errors), errors
 
 
+def test_a_mistake_of_one_rank_is_told_to_all(rng: np.random.Generator) -> None:
+    """The others do not wait for a rank that could not even read its call."""
+    full = arrays(rng, 12, batch=1)
+
+    def rank_of(rank: Any) -> None:
+        mine, wrong = [shard(x, 2, rank.rank, 2) for x in full], rank.rank == 1
+
+        def told(call: Any, options: dict[str, Any], kind: Any, words: str) -> None:
+            with pytest.raises(kind if wrong else RuntimeError, match=words if wrong else "rank 1"):
+                call(*mine, group=rank, **(options if wrong else {}))
+
+        kl = parallel.attention_kl
+        told(kl, {"causal": 1}, TypeError, "causal")
+        told(kl, {"mesh": None}, TypeError, "mesh")
+        told(kl, {"reduction": "max"}, ValueError, "reduction")
+        told(kl, {"row_weight": np.ones(7)}, ValueError, "row_weight")
+        told(parallel.attention_kl_value_and_grad, {"wrt": ("keys",)}, ValueError, "wrt names 'keys'")
+        told(parallel.warmup, {"wrt": "student_q"}, TypeError, "is a string")
+
+    LocalWorld(2).run(rank_of)
+
+
+def test_warmup_compares_what_was_agreed_on_before(rng: np.random.Generator) -> None:
+    """Of a length that grows by one a rank whose shard stays as long cannot know by itself."""
+    full = arrays(rng, 9, batch=1)
+
+    def rank_of(rank: Any) -> list[Any]:
+        def part(tokens: int) -> list[Any]:
+            return [shard(x[:, :, :tokens], 2, rank.rank, 2) for x in full]
+
+        found = []
+        for tokens in (8, 9):
+            parallel.warmup(*part(tokens), group=rank, causal=True)
+            found += [parallel.attention_kl(*part(tokens), group=rank, causal=True) for _ in range(2)]
+        assert part(8)[0].shape == part(9)[0].shape or rank.rank == 0
+        with pytest.raises(ValueError, match="options differ between rank 0 and"):
+            parallel.warmup(*part(9), group=rank, causal=rank.rank == 0)
+        return found
+
+    found = LocalWorld(2).run(rank_of)
+    for i, tokens in enumerate((8, 8, 9, 9)):
+        wanted = streamkl_cupy.attention_kl(*(x[:, :, :tokens] for x in full), causal=True)
+        got = parallel.unshard([parts[i] for parts in found], 2)
+        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
+
+
 def test_ranks_that_disagree_are_told(rng: np.random.Generator) -> None:
     full = arrays(rng, 12, batch=1)
     errors: dict[int, Exception] = {}
@@ -542,6 +694,8 @@ def test_ranks_that_disagree_are_told(rng: np.random.Generator) -> None:
         for mistake, words in (
             ({"causal": rank.rank == 0}, "options differ"),
             ({"strategy": STRATEGIES[rank.rank]}, "strategy differ"),
+            ({"keep_gathered": rank.rank == 0}, "strategy differ"),
+            ({"reduction": ("mean", "none")[rank.rank]}, "reduction differ"),
             ({"key_lengths": np.ones(1 + rank.rank, np.int32)}, "masks differ"),
         ):
             with pytest.raises(ValueError, match=words):

@@ -15,7 +15,6 @@ from ..arguments import a_kind_of, choice
 from ..call import runner_for
 from ..frameworks import describe, is_standin
 from ..ops import ATTENTION_KL
-from ..options import REDUCTIONS
 from ..problem import STUDENT
 from ..results import KLForward, KLForwardRows, KLGradients
 from ..rules import reductions
@@ -25,7 +24,7 @@ from .groups import ranks_of
 from .job import Job
 from .library import library_of
 from .ranks import LocalRank
-from .setup import STATE_DIVERGENCES, Asked, Plain, job_of, kept_job, plain, planned
+from .setup import STATE_DIVERGENCES, Asked, Plain, asked_of, job_of, kept_job, plain, planned
 from .shards import length, within
 from .states import KLState, state_of_rows
 from .strategies import TABLE
@@ -105,14 +104,11 @@ def attention_kl(
             return_lse=return_lse,
             **options,
         )
-    choice("reduction", reduction, REDUCTIONS)
     inputs = (teacher_q, teacher_k, student_q, student_k)
     library = library_of("student_q", student_q)
-    asked = Asked(strategy, ownership, head_groups)
+    asked = Asked(strategy, ownership, head_groups, (), reduction, keep_gathered, asked_of(row_weight))
     if library == "jax" and not isinstance(group, LocalRank):
-        return _in_shard_map(
-            inputs, plain("attention_kl", options), asked, axis_name, keep_gathered, (row_weight, reduction, return_lse)
-        )
+        return _in_shard_map(inputs, plain("attention_kl", options), asked, axis_name, (row_weight, return_lse))
     ranks = ranks_of(group, library)
     if library == "torch":
         from .torch import rows, total, wanted_by_autograd
@@ -130,9 +126,7 @@ def attention_kl(
     return KLForward(value, teacher_lse, student_lse) if return_lse else value
 
 
-def _in_shard_map(
-    inputs: tuple[Any, ...], call: Plain, asked: Asked, axis: str | None, keep: bool, loss: tuple[Any, str, bool]
-) -> Any:
+def _in_shard_map(inputs: tuple[Any, ...], call: Plain, asked: Asked, axis: str | None, loss: tuple[Any, bool]) -> Any:
     """The same of JAX arrays."""
     from .jax import Static, axis_size, rows, total
 
@@ -141,11 +135,11 @@ def _in_shard_map(
             f"axis_name is {a_kind_of(axis)}; JAX arrays are called inside of jax.shard_map, with the name of the axis "
             f'of its mesh along which the ranks are: axis_name="cp"'
         )
-    weight, reduction, return_lse = loss
-    static = Static(axis, axis_size(axis), call.options, tuple(call.given.items()), asked, keep)
+    weight, return_lse = loss
+    static = Static(axis, axis_size(axis), call.options, tuple(call.given.items()), asked)
     kl, teacher_lse, student_lse = rows(static, inputs, dict(call.masks))
     job = static.job(inputs, ())
-    value = reduced(job, kl, teacher_lse, weight, reduction, functools.partial(total, axis))
+    value = reduced(job, kl, teacher_lse, weight, asked.reduction, functools.partial(total, axis))
     return KLForward(value, teacher_lse, student_lse) if return_lse else value
 
 
@@ -221,7 +215,7 @@ def attention_kl_backward(
         `KLGradients` of this rank's shards, None where `wrt` does not ask.
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
-    library, wrt = library_of("student_q", student_q), wanted(ATTENTION_KL, wrt)
+    library = library_of("student_q", student_q)
     ranks, asked = ranks_of(group, library), Asked(strategy, ownership, head_groups, wrt)
     job = kept_job("attention_kl_backward", ranks, _engine(library), inputs, options, asked)
     rows = KLForwardRows(saved.kl, saved.teacher_lse, saved.student_lse, moments=getattr(saved, "moments", None))
@@ -264,8 +258,9 @@ def attention_kl_value_and_grad(
     """
     choice("reduction", reduction, ("sum", "mean"))
     inputs = (teacher_q, teacher_k, student_q, student_k)
-    library, wrt = library_of("student_q", student_q), wanted(ATTENTION_KL, wrt)
-    ranks, asked = ranks_of(group, library), Asked(strategy, ownership, head_groups, wrt)
+    library = library_of("student_q", student_q)
+    asked = Asked(strategy, ownership, head_groups, wrt, reduction, weight=asked_of(row_weight))
+    ranks = ranks_of(group, library)
     job = kept_job("attention_kl_value_and_grad", ranks, _engine(library), inputs, options, asked)
     rows, kept = TABLE[job.strategy].forward(job, inputs)
     xp = job.library.xp
@@ -309,10 +304,9 @@ def warmup(
         **options: Likewise.
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
-    call, wrt = plain("warmup", options), wanted(ATTENTION_KL, wrt)
     library = library_of("student_q", student_q)
-    ranks = ranks_of(group, library)
-    job = job_of(ranks, _engine(library), inputs, call, Asked(strategy, ownership, head_groups, wrt), anew=True)
+    ranks, asked = ranks_of(group, library), Asked(strategy, ownership, head_groups, wrt)
+    job = job_of(ranks, _engine(library), inputs, lambda: plain("warmup", options), asked, anew=True)
     device = describe("student_q", student_q).device
     for blocks in job.stand_ins(ranks.rank, inputs):
         runner_for(blocks.problem(device)).warmup(wrt)

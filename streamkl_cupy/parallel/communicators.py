@@ -69,10 +69,10 @@ class MpiRanks(Known):
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
         return [list(x) for x in self._communicator.allgather(list(numbers))]
 
-    def check(self, x: Any) -> None:
+    def check(self, name: str, x: Any) -> None:
         if not isinstance(x, np.ndarray):
             raise TypeError(
-                f"student_q is {type(x).__name__}; with an mpi4py communicator allowed are NumPy arrays: those of a "
+                f"{name} is {type(x).__name__}; with an mpi4py communicator allowed are NumPy arrays: those of a "
                 f"GPU would have to pass through host memory"
             )
 

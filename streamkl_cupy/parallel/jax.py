@@ -37,6 +37,7 @@ class AxisRanks:
     def __init__(self, axis: str, size: int, varying: frozenset[Any]) -> None:
         """`varying`: all axes of the mesh along which the shards differ."""
         self.axis, self.size, self._varying = axis, size, varying
+        self._computed: Any = ()  # what `here` has left last
 
     @property
     def rank(self) -> int:
@@ -62,8 +63,14 @@ class AxisRanks:
 
     def shift(self, xs: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
         around = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
-        found = tuple(_lax.ppermute(x, self.axis, around) for x in xs)
-        return lambda: found
+
+        def moved() -> tuple[Any, ...]:
+            # After what has been computed meanwhile, not beside it: XLA's compiler crashes where a branch lies between
+            # start and end of a permutation.
+            after, _ = _lax.optimization_barrier((xs, self._computed))
+            return tuple(_lax.ppermute(x, self.axis, around) for x in after)
+
+        return moved
 
     def post(self, sent: Any, room: Any) -> Any:
         raise NotImplementedError("what a program moves is known to the compiler, which says when")
@@ -71,7 +78,7 @@ class AxisRanks:
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
         return [list(numbers)] * self.size
 
-    def check(self, x: Any) -> None:
+    def check(self, name: str, x: Any) -> None:
         pass
 
     def here(self, compute: Callable[[int], _T]) -> _T:
@@ -82,6 +89,7 @@ class AxisRanks:
 
         branches = [functools.partial(branch, rank) for rank in range(self.size)]
         found: _T = _lax.switch(_lax.axis_index(self.axis), branches)
+        self._computed = found
         return found
 
 
@@ -104,7 +112,6 @@ class Static(NamedTuple):
     options: Options
     given: tuple[tuple[str, Any], ...]
     asked: Asked
-    keep: bool
 
     def job(self, inputs: Sequence[Any], masks: Sequence[Any]) -> Job:
         found = {name: x for name, x in zip(MASK_ARRAYS, masks) if x is not None}
@@ -141,7 +148,7 @@ def _rows_forward(static: Static, *arrays: Any) -> tuple[tuple[Any, ...], Any]:
         inputs,
         masks,
         tuple(found),
-        kept if static.keep else None,
+        kept if static.asked.keep else None,
         jax.numpy.zeros((wanted, 0), bool),
     )
 

@@ -11,12 +11,17 @@ LIBRARIES = ("numpy", "cupy", "torch", "jax")
 
 def library_of(name: str, x: Any) -> str:
     """The library of an array, by where its type lives; tracers and subclasses too."""
-    for kind in type(x).__mro__:
+    return library_of_type(name, type(x))
+
+
+def library_of_type(name: str, given: type) -> str:
+    """The same by the type itself."""
+    for kind in given.__mro__:
         root = kind.__module__.partition(".")[0].replace("jaxlib", "jax")
         if root in LIBRARIES:
             return root
     raise TypeError(
-        f"{name} is {type(x).__name__}; allowed are arrays of {', '.join(LIBRARIES)}: sharded calls are built for these"
+        f"{name} is {given.__name__}; allowed are arrays of {', '.join(LIBRARIES)}: sharded calls are built for these"
     )
 
 

@@ -66,7 +66,7 @@ class Ranks(Protocol):
         """Equally many small integers of every rank, in host memory; `like` says which device is meant."""
         ...
 
-    def check(self, x: Any) -> None:
+    def check(self, name: str, x: Any) -> None:
         """Raise where arrays like this one cannot be moved."""
         ...
 
@@ -84,7 +84,7 @@ class Known:
         self.rank, self.size = rank, size
         self.jobs: dict[Any, Any] = {}
 
-    def check(self, x: Any) -> None:
+    def check(self, name: str, x: Any) -> None:
         pass
 
     def here(self, compute: Callable[[int], _T]) -> _T:

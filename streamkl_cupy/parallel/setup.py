@@ -7,19 +7,20 @@ error on all of them and nobody waits for ever. What they agreed on is kept: a c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .. import call as calls
-from ..arguments import choice, integer, listed
+from ..arguments import choice, flag, integer, listed, with_article
 from ..frameworks import describe
 from ..ops import ATTENTION_KL
-from ..options import MASK_ARRAYS, SHARED, Options, parse
+from ..options import MASK_ARRAYS, REDUCTIONS, SHARED, Options, parse
+from ..validate import wanted, weights
 from .blocks import Whole
 from .engine import KEYS, NAMES, QUERIES, Engine, Launching
 from .job import MERGING, STRATEGIES, Axes, Job
-from .library import Library, library_of
+from .library import Library, library_of, library_of_type
 from .ranks import Ranks
 from .shards import OWNERSHIPS, Ownership, Runs, check_owned, length, owned
 from .traffic import traffic
@@ -30,7 +31,8 @@ LIMIT = 256
 MOST_RUNS = 4
 """Of a rank whose keys are used shard by shard."""
 _POSITIONAL = ("causal", "q_offset", "window", "block_mask")
-_COMPARED = ("shapes and dtypes", "options", "masks", "strategy", "ownership", "gradients")
+_COMPARED = ("shapes and dtypes", "options", "masks", "strategy", "ownership", "gradients", "reduction")
+_NOT_BUILT = ("return_entropy", "dense_teacher_lse", "teacher_sink_logits", "student_sink_logits")
 
 
 class Asked(NamedTuple):
@@ -40,6 +42,16 @@ class Asked(NamedTuple):
     ownership: Any = "zigzag"
     head_groups: int | None = None
     wrt: tuple[str, ...] = ()
+    reduction: str = "none"
+    keep: bool = True
+    """Whether what was gathered for rows is kept for gradients."""
+    weight: Any = None
+    """Type, shape and dtype of the weights of the rank's rows."""
+
+
+def asked_of(weight: Any) -> Any:
+    """What ranks compare and keep of the weights of rows."""
+    return None if weight is None else (type(weight), getattr(weight, "shape", None), getattr(weight, "dtype", None))
 
 
 class Plain(NamedTuple):
@@ -64,6 +76,11 @@ _agreed: dict[Any, _Agreed] = {}
 def plain(function: str, given: Mapping[str, Any]) -> Plain:
     """Options that were given by name, without those that only say how to share out."""
     for name in given:
+        if name in _NOT_BUILT:
+            raise NotImplementedError(
+                f"{name} is not built for a sequence that several ranks hold; there are the options of "
+                f"streamkl_cupy.attention_kl but for {listed(_NOT_BUILT)}"
+            )
         if name not in SHARED[ATTENTION_KL.name]:
             raise TypeError(
                 f"{function}() has no option {name!r}; there are those of streamkl_cupy.attention_kl, and group, "
@@ -99,7 +116,7 @@ def kept_job(
     key = look(inputs, given, asked)
     found: Job | None = None if key is None else ranks.jobs.get(key)
     if found is None:
-        found = job_of(ranks, engine, inputs, plain(function, given), asked)
+        found = job_of(ranks, engine, inputs, lambda: plain(function, given), asked)
         if key is not None:
             while len(ranks.jobs) >= LIMIT:
                 ranks.jobs.pop(next(iter(ranks.jobs)), None)
@@ -107,19 +124,29 @@ def kept_job(
     return found
 
 
-def job_of(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked, anew: bool = False) -> Job:
-    """What to do, the same on every rank; or the error that says on every rank why not. With `anew` ranks compare what
-    they were called with even where they did so before."""
+def job_of(
+    ranks: Ranks, engine: Engine, inputs: Sequence[Any], read: Callable[[], Plain], asked: Asked, anew: bool = False
+) -> Job:
+    """What to do, the same on every rank; or the error that says on every rank why not. With `anew` ranks forget all
+    that they have agreed on, and compare what they were called with. A rank that cannot even read its call says so to
+    the others."""
     trouble: Exception | None = None
     numbers = [0] * (3 + len(_COMPARED))
     key: Any = None
+    if anew:
+        ranks.jobs.clear()
+        for known in [known for known in _agreed if known[0] == ranks.key]:
+            _agreed.pop(known, None)
     try:
+        call = read()
         axes = _axes(inputs, call)
-        ranks.check(inputs[2])
+        for name, x in zip(NAMES, inputs):
+            ranks.check(name, x)
+        _check_asked(inputs, asked)
         compared = _compared(inputs, axes, call, asked)
         local = tuple(inputs[i].shape[axes.rows] for i in (QUERIES[0], KEYS[0]))
         key = (ranks.key, local, compared)
-        if key in _agreed and not anew:
+        if key in _agreed:
             return _job(ranks, engine, inputs, call, axes, _agreed[key])
         numbers = [1, *local, *map(_digest, compared)]
     except Exception as error:
@@ -154,7 +181,7 @@ def agreed_shards(ranks: Ranks, x: Any, axis: int, ownership: Any) -> tuple[Runs
     trouble: Exception | None = None
     numbers = [0] * 3
     try:
-        ranks.check(x)
+        ranks.check("x", x)
         compared = (*x.shape[:axis], *x.shape[axis + 1 :]), str(x.dtype), axis, _named(ownership)
         numbers = [1, x.shape[axis], _digest(compared)]
     except Exception as error:
@@ -174,6 +201,7 @@ def agreed_shards(ranks: Ranks, x: Any, axis: int, ownership: Any) -> tuple[Runs
 def job_without_exchange(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked) -> Job:
     """The same where all ranks run one program, so that shapes and options are equal."""
     axes = _axes(inputs, call)
+    _check_asked(inputs, asked)
     rows, keys = (inputs[i].shape[axes.rows] for i in (QUERIES[0], KEYS[0]))
     owners = _owners(asked.ownership, [rows] * ranks.size, [keys] * ranks.size)
     _check_whole(inputs, axes, call, owners, 0)
@@ -262,10 +290,29 @@ def _compared(inputs: Sequence[Any], axes: Axes, call: Plain, asked: Asked) -> t
         shapes,
         tuple(options),
         (masks, None if pattern is None else pattern.digest),
-        (asked.strategy, asked.head_groups),
+        (asked.strategy, asked.head_groups, asked.keep),
         _named(asked.ownership),
-        asked.wrt,
+        tuple(asked.wrt),
+        asked.reduction,
     )
+
+
+def _check_asked(inputs: Sequence[Any], asked: Asked) -> None:
+    """Check what a rank asks for beside its call: gradients, how rows are reduced, and what they are multiplied by."""
+    if asked.wrt:
+        wanted(ATTENTION_KL, asked.wrt)
+    choice("reduction", asked.reduction, REDUCTIONS)
+    flag("keep_gathered", asked.keep)
+    if asked.weight is None:
+        return
+    kind, shape, dtype = asked.weight
+    like = inputs[QUERIES[1]]
+    if dtype is None or library_of_type("row_weight", kind) != library_of(NAMES[QUERIES[1]], like):
+        raise TypeError(
+            f"row_weight is {with_article(kind.__name__)}; allowed is an array of the inputs' library, for the rows of "
+            f"this rank"
+        )
+    weights(SimpleNamespace(shape=shape, dtype=dtype), like.shape[:-1])
 
 
 def _named(ownership: Any) -> Any:

@@ -83,7 +83,7 @@ class TorchRanks(Known):
 
     def shift(self, xs: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
         after, before = ((self.rank + step) % self.size for step in (1, -1))
-        arrived = self.post({after: xs}, {before: [torch.empty_like(x) for x in xs]})
+        arrived = self.post({after: xs}, {before: [x.new_empty(x.shape) for x in xs]})
         return lambda: tuple(arrived()[before])
 
     def exchange(self, numbers: Sequence[int], like: Tensor) -> list[list[int]]:
@@ -92,11 +92,11 @@ class TorchRanks(Known):
         found: list[list[int]] = self.all_gather(mine)().tolist()
         return found
 
-    def check(self, x: Tensor) -> None:
+    def check(self, name: str, x: Tensor) -> None:
         """Refuse tensors that the group's backend does not move."""
         if not self._takes(x.device):
             raise ValueError(
-                f"student_q is on {x.device}, but the group's backend is {dist.get_backend_config(self._group)}; "
+                f"{name} is on {x.device}, but the group's backend is {dist.get_backend_config(self._group)}; "
                 f"allowed are tensors on the group's device: NCCL moves those of GPUs, gloo those of the CPU"
             )
 
