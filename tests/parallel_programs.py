@@ -180,36 +180,77 @@ def jax_devices(seed: int) -> None:
     full = [jnp.asarray(x[0]) for x in numbers(seed, 8, 4, tokens)]
     weight = jnp.asarray(np.random.default_rng(seed).random(tokens).astype(np.float32))
 
-    def in_ranks(x: Any, axis: int) -> Any:
-        return jnp.concatenate([cp.shard(x, axis, rank, size) for rank in range(size)], axis)
+    def check(strategy: str, inside: bool, check_vma: bool, reduction: str = "mean", **options: Any) -> None:
+        """Value and gradients, of a function that is differentiated inside of `shard_map` or outside of it."""
+        ownership = options.pop("ownership", "zigzag")
 
-    def whole(inputs: Any, weight: Any) -> Any:
-        return skl.attention_kl(*inputs, causal=True, reduction="mean", row_weight=weight)
+        def of_rows(rows: Any) -> Any:
+            return jnp.sum(rows**2) if reduction == "none" else rows
 
-    value, (grads, of_weight) = jax.value_and_grad(whole, argnums=(0, 1))(full, weight)
-    wanted = (*[in_ranks(x, 1) for x in grads], in_ranks(of_weight, 0))
-    mine, specs = [in_ranks(x, 1) for x in full], (PartitionSpec(None, "cp"), PartitionSpec("cp"))
+        def whole(inputs: Any, weight: Any) -> Any:
+            return of_rows(skl.attention_kl(*inputs, reduction=reduction, row_weight=weight, **options))
 
-    def check(strategy: str, inside: bool, check_vma: bool) -> None:
         def loss(inputs: Any, weight: Any) -> Any:
-            options = {"causal": True, "reduction": "mean", "row_weight": weight, "strategy": strategy}
-            return cp.attention_kl(*inputs, axis_name="cp", **options)
+            how = {"axis_name": "cp", "strategy": strategy, "ownership": ownership}
+            return cp.attention_kl(*inputs, reduction=reduction, row_weight=weight, **how, **options)
 
-        step, none = jax.value_and_grad(loss, argnums=(0, 1)), PartitionSpec()
+        def in_ranks(x: Any, axis: int) -> Any:
+            return jnp.concatenate([cp.shard(x, axis, rank, size, ownership) for rank in range(size)], axis)
+
+        value, (grads, of_weight) = jax.value_and_grad(whole, argnums=(0, 1))(full, weight)
+        mine, specs = [in_ranks(x, 1) for x in full], (PartitionSpec(None, "cp"), PartitionSpec("cp"))
+        none = PartitionSpec(None, "cp") if reduction == "none" else PartitionSpec()
         if inside:
+            step = jax.value_and_grad(loss, argnums=(0, 1))
             step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(none, specs), check_vma=check_vma)
         else:
             of_all = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=none, check_vma=check_vma)
-            step = jax.value_and_grad(of_all, argnums=(0, 1))
-        found, (grads, of_weight) = jax.jit(step)(mine, in_ranks(weight, 0))
-        name = f"{strategy}, inside {inside}, check_vma {check_vma}"
+            step = jax.value_and_grad(lambda *args: of_rows(of_all(*args)), argnums=(0, 1))
+        found, (found_grads, found_of_weight) = jax.jit(step)(mine, in_ranks(weight, 0))
+        name = f"{strategy}, inside {inside}, check_vma {check_vma}, {reduction}"
         close(name, found, value)
-        for x, y in zip((*grads, of_weight), wanted):
+        for x, y in zip((*found_grads, found_of_weight), (*[in_ranks(x, 1) for x in grads], in_ranks(of_weight, 0))):
             close(name, x, y)
 
-    check("all_gather", True, False)
-    check("all_gather", False, True)
-    check(STRATEGIES[1 + seed % 3], True, True)
+    seen = jnp.asarray(np.random.default_rng(seed).random(tokens) < 0.7)
+    check("all_gather", True, False, causal=True)
+    check("all_gather", False, False, "none", causal=True, window=(9, 0))
+    check("a2a", False, True, key_mask=seen, query_mask=seen)
+    check("all_gather_queries", True, False, "sum", window=(-1, 3), q_offset=-2, ownership="contiguous")
+    check("p2p", True, True, causal=True, key_mask=seen)
+    refused_in_program(mesh, full)
+
+
+def refused_in_program(mesh: Any, full: Any) -> None:
+    """What cannot be is said while the program is written."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    from streamkl_cupy import parallel as cp
+
+    bounds = jnp.asarray([0, 32], jnp.int32)
+    for options, words in (
+        ({"axis_name": "dp"}, "axis_name='dp' is no axis here"),
+        ({}, "axis_name is a NoneType"),
+        ({"axis_name": "cp", "strategy": "a2a", "ownership": [range(8)] * 3}, "position 0 is owned twice"),
+        ({"axis_name": "cp", "strategy": "a2a", "head_groups": 2}, "head_groups=2 is of strategy"),
+        ({"axis_name": "cp", "row_weight": jnp.ones(32)}, "row_weight: shape (32,) does not broadcast"),
+        ({"axis_name": "cp", "reduction": "max"}, "reduction='max' is unknown"),
+        ({"axis_name": "cp", "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}, "not built inside of shard_map"),
+    ):
+
+        def rows(*inputs: Any, options: Any = options) -> Any:
+            return cp.attention_kl(*inputs, **options)
+
+        spec = PartitionSpec(None, "cp")
+        try:
+            jax.eval_shape(jax.shard_map(rows, mesh=mesh, in_specs=spec, out_specs=spec), *full)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            if words not in str(error):
+                raise
+        else:
+            raise AssertionError(f"no error: {options}")
 
 
 def mpi_ranks(seed: int) -> None:
@@ -243,7 +284,7 @@ if __name__ == "__main__":
     elif kind == "mpi":
         mpi_ranks(seed)
     else:
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax_devices(seed)
     print("all right")

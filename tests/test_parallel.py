@@ -491,6 +491,27 @@ def test_merged_states_are_as_exact_as_one_call(
     assert abs(float(finish_kl_state(merged).kl[0]) - exact) <= 2e-6 * (1 + exact)
 
 
+def test_a_sink_is_the_state_of_one_key(rng: np.random.Generator) -> None:
+    """However many parts the keys are in, it counts once."""
+    full, z_t, z_s = [x[0] for x in arrays(rng, 12, batch=1)], *rng.normal(size=(2, 4))
+    q_t, k_t, q_s, k_s = full
+    parts = [parallel.attention_kl_state(q_t, k_t[:, a:b], q_s, k_s[:, a:b]) for a, b in ((0, 5), (5, 12))]
+    ones = np.ones(q_t.shape[:-1])
+    sink = KLState(*(z[:, None] / math.log(2) * ones for z in (z_t, z_s)), ones, ones, 0 * ones)
+    wanted = streamkl_cupy.attention_kl_forward(*full, teacher_sink_logits=z_t, student_sink_logits=z_s)
+    for x, y in zip(finish_kl_state(merge_kl_states(*parts, sink)), wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-10)
+
+
+def test_states_that_are_not_built() -> None:
+    inputs = [x for _ in range(2) for x in rows_of([1.0, 2.0])]
+    with pytest.raises(NotImplementedError, match="divergence='reverse_kl' has no states"):
+        parallel.attention_kl_state(*inputs, divergence="reverse_kl")
+    for option in ("student_sink_logits", "return_entropy"):
+        with pytest.raises(NotImplementedError, match=f"{option} is not built for"):
+            parallel.attention_kl_state(*inputs, **{option: np.zeros(1)})
+
+
 def test_empty_states_and_nan() -> None:
     some = states([1.0, 2.0], [0.0, 1.0], ())[0]
     none = parallel.attention_kl_state(*(x for _ in range(2) for x in rows_of([5.0])), causal=True, q_offset=-1)
@@ -614,7 +635,7 @@ def test_the_same_bits_from_run_to_run(strategy: str, dtype: Any, rng: np.random
         (2, {"block_mask": patterns.full(queries=12)}, "inside a block of 64"),
         (2, {"block_mask": patterns.full(queries=6)}, "block_mask is a pattern for 6 query rows"),
         (2, {"mesh": None}, "has no option 'mesh'"),
-        (2, {"return_entropy": True}, "return_entropy is not built for a sequence that several ranks hold"),
+        (2, {"return_entropy": True}, "return_entropy is not built for keys that several calls hold"),
         (2, {"student_sink_logits": np.zeros(4)}, "student_sink_logits is not built"),
         (2, {"reduction": "max"}, "reduction='max' is unknown"),
         (2, {"keep_gathered": 1}, "keep_gathered=1 is an int"),

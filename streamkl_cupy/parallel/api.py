@@ -24,7 +24,18 @@ from .groups import ranks_of
 from .job import Job
 from .library import library_of
 from .ranks import LocalRank
-from .setup import STATE_DIVERGENCES, Asked, Plain, asked_of, job_of, kept_job, plain, planned
+from .setup import (
+    STATE_DIVERGENCES,
+    Asked,
+    Plain,
+    asked_of,
+    job_of,
+    kept_job,
+    named_ownership,
+    plain,
+    planned,
+    refuse_not_built,
+)
 from .shards import length, within
 from .states import KLState, state_of_rows
 from .strategies import TABLE
@@ -67,7 +78,7 @@ def attention_kl(
         strategy: "all_gather": keys are gathered, each rank has its own rows. "a2a": everything is exchanged for whole
             heads and back; as many ranks as divide the key heads. "all_gather_queries": queries are gathered, each rank
             has its own keys, and states of rows merge. "p2p": keys go around a ring, and states merge. "auto" is
-            "all_gather".
+            "all_gather", or "all_gather_queries" where queries and states are fewer bytes than keys.
         ownership: "zigzag": of 2p chunks rank r has chunks r and 2p - 1 - r, so causal work is even; "contiguous": of p
             chunks rank r has chunk r. Or an `Ownership`, or the positions of every rank.
         head_groups: In how many steps keys are gathered, by heads, so that one step is on its way while another is
@@ -136,6 +147,7 @@ def _in_shard_map(inputs: tuple[Any, ...], call: Plain, asked: Asked, axis: str 
             f'of its mesh along which the ranks are: axis_name="cp"'
         )
     weight, return_lse = loss
+    asked = asked._replace(ownership=named_ownership(asked.ownership))
     static = Static(axis, axis_size(axis), call.options, tuple(call.given.items()), asked)
     kl, teacher_lse, student_lse = rows(static, inputs, dict(call.masks))
     job = static.job(inputs, ())
@@ -288,8 +300,8 @@ def warmup(
 ) -> None:
     """Have the ranks agree on a call, and compile and load all that this rank needs for it; launch nothing.
 
-    All ranks call it together, before a CUDA graph is captured or a loop is timed. Ranks that were called with other
-    shapes or options are told here, even where they have agreed on these before.
+    All ranks call it together, before a CUDA graph is captured or a loop is timed. They forget what they agreed on
+    before: ranks that were called with other shapes or options than others are told here in any case.
 
     Args:
         teacher_q: As in `streamkl_cupy.parallel.attention_kl`, as is all else.
@@ -396,6 +408,7 @@ def attention_kl_state(teacher_q: Any, teacher_k: Any, student_q: Any, student_k
         raise NotImplementedError(
             f"divergence={divergence!r} has no states that merge; built are those of {', '.join(STATE_DIVERGENCES)}"
         )
+    refuse_not_built(options)
     arrays = (teacher_q, teacher_k, student_q, student_k)
     engine = _engine(library_of("student_q", student_q))
     return state_of_rows(engine.forward(call_of(arrays, options, True)))

@@ -75,12 +75,8 @@ _agreed: dict[Any, _Agreed] = {}
 
 def plain(function: str, given: Mapping[str, Any]) -> Plain:
     """Options that were given by name, without those that only say how to share out."""
+    refuse_not_built(given)
     for name in given:
-        if name in _NOT_BUILT:
-            raise NotImplementedError(
-                f"{name} is not built for a sequence that several ranks hold; there are the options of "
-                f"streamkl_cupy.attention_kl but for {listed(_NOT_BUILT)}"
-            )
         if name not in SHARED[ATTENTION_KL.name]:
             raise TypeError(
                 f"{function}() has no option {name!r}; there are those of streamkl_cupy.attention_kl, and group, "
@@ -90,6 +86,16 @@ def plain(function: str, given: Mapping[str, Any]) -> Plain:
     masks = {name: given[name] for name in MASK_ARRAYS if given.get(name) is not None}
     others = {name: x for name, x in given.items() if name not in MASK_ARRAYS and name not in _POSITIONAL}
     return Plain(options, masks, others)
+
+
+def refuse_not_built(given: Mapping[str, Any]) -> None:
+    """Say by name which options of the plain operation there are not."""
+    for name in given:
+        if name in _NOT_BUILT:
+            raise NotImplementedError(
+                f"{name} is not built for keys that several calls hold; there are the options of "
+                f"streamkl_cupy.attention_kl but for {listed(_NOT_BUILT)}"
+            )
 
 
 def look(inputs: Sequence[Any], given: Mapping[str, Any], asked: Asked) -> Any:
@@ -182,7 +188,7 @@ def agreed_shards(ranks: Ranks, x: Any, axis: int, ownership: Any) -> tuple[Runs
     numbers = [0] * 3
     try:
         ranks.check("x", x)
-        compared = (*x.shape[:axis], *x.shape[axis + 1 :]), str(x.dtype), axis, _named(ownership)
+        compared = (*x.shape[:axis], *x.shape[axis + 1 :]), str(x.dtype), axis, named_ownership(ownership)
         numbers = [1, x.shape[axis], _digest(compared)]
     except Exception as error:
         trouble = error
@@ -199,7 +205,13 @@ def agreed_shards(ranks: Ranks, x: Any, axis: int, ownership: Any) -> tuple[Runs
 
 
 def job_without_exchange(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked) -> Job:
-    """The same where all ranks run one program, so that shapes and options are equal."""
+    """The same where all ranks run one program, so that shapes and options are equal, and arrays have no values yet."""
+    if packed := [name for name in call.masks if name.startswith("cu_seqlens")]:
+        raise NotImplementedError(
+            f"{packed[0]} is not built inside of shard_map: which calls a rank makes depends on bounds, which have no "
+            f"values there. A batch of padded sequences with key_lengths and query_lengths is; with PyTorch, packed "
+            f"sequences are too"
+        )
     axes = _axes(inputs, call)
     _check_asked(inputs, asked)
     rows, keys = (inputs[i].shape[axes.rows] for i in (QUERIES[0], KEYS[0]))
@@ -291,7 +303,7 @@ def _compared(inputs: Sequence[Any], axes: Axes, call: Plain, asked: Asked) -> t
         tuple(options),
         (masks, None if pattern is None else pattern.digest),
         (asked.strategy, asked.head_groups, asked.keep),
-        _named(asked.ownership),
+        named_ownership(asked.ownership),
         tuple(asked.wrt),
         asked.reduction,
     )
@@ -315,7 +327,8 @@ def _check_asked(inputs: Sequence[Any], asked: Asked) -> None:
     weights(SimpleNamespace(shape=shape, dtype=dtype), like.shape[:-1])
 
 
-def _named(ownership: Any) -> Any:
+def named_ownership(ownership: Any) -> Any:
+    """A rule, or who owns which positions, hashable."""
     if isinstance(ownership, (str, Ownership)):
         return ownership
     return Ownership(ownership)
@@ -323,7 +336,7 @@ def _named(ownership: Any) -> Any:
 
 def _owners(ownership: Any, rows: list[int], keys: list[int]) -> tuple[tuple[Runs, ...], tuple[Runs, ...]]:
     """The runs of rows and keys of each rank, which must be as long as its shards."""
-    ownership = _named(ownership)
+    ownership = named_ownership(ownership)
     found = []
     for name, sizes in (("rows", rows), ("keys", keys)):
         total, size = sum(sizes), len(sizes)
