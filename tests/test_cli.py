@@ -23,7 +23,7 @@ import pytest
 import streamkl_cupy
 from streamkl_cupy import frameworks
 from streamkl_cupy.__main__ import COMMANDS, main
-from streamkl_cupy.cli import bench, cases, catalogue, doctor, environment, indexer, peers, report
+from streamkl_cupy.cli import bench, cases, catalogue, context_parallel, doctor, environment, indexer, peers, report
 from streamkl_cupy.cli import compile as compile_command
 from streamkl_cupy.cli.cases import PASSES, Case, attention_flops, kl_flops
 from streamkl_cupy.compiler import nvrtc as compiler
@@ -404,6 +404,29 @@ def test_bench_on_fewer_gpus_than_ranks(capsys: pytest.CaptureFixture[str]) -> N
     pytest.importorskip("torch")
     assert main(["bench", "--op", "context_parallel", "--ranks", "64"]) == 2
     assert "--ranks 64, but there are" in capsys.readouterr().err
+
+
+def test_bench_of_sharded_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rank, in this process: every strategy, with and without masks, is compared with the plain call, and one
+    that is further off than allowed is told by the exit code."""
+    pytest.importorskip("torch")
+    module = context_parallel
+    monkeypatch.setattr("torch.multiprocessing.spawn", lambda work, given, nprocs: work(0, *given))
+    monkeypatch.setattr(module, "REPEATS", 1)
+    monkeypatch.setattr(module, "LONG", 0.0)
+    monkeypatch.setattr(module, "OFF", -1.0)
+    monkeypatch.setattr(module._Rank, "_host", lambda self, call: 0.0)
+    monkeypatch.setattr(module._Rank, "_attention", lambda self, shape: [])  # torch's, which no CPU runs
+    given = ["bench", "--op", "context_parallel", "--device", "cpu", "--ranks", "1", "--sizes", "32", "--heads", "2"]
+    assert main([*given, "--out", str(tmp_path)]) == 1
+    with (tmp_path / "bench.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    found = {(row["mask"], row["strategy"]) for row in rows if row["right"]}
+    masks = ("", "offset", "window", "key mask", "packed", "pattern")
+    assert found == {(mask, case.strategy) for mask in masks for case in module.CASES}
+    assert {row["right"] for row in rows} == {"", "False"}
+    assert {float(row["kl_off"]) for row in rows if row["right"]} == {0.0}
+    assert all(float(row["forward_ms"]) > 0 and float(row["backward_times_one"]) > 0 for row in rows)
 
 
 def test_bench_on_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
