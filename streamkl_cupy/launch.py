@@ -506,7 +506,9 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         # Of the only side there is, without its name.
         of = f"{name}_" if len(problem.sides) > 1 else ""
         numbers[f"{of}group"] = max(side.group, 1)
-        numbers |= {f"{of}numbers.{x}": value for x, value in score_of(side).numbers(side.scale).items()}
+        # What joins splits has the same arguments whatever a score reads: it asks for none of these.
+        of_score = {"scale": 0.0, **score_of(side).numbers(side.scale)}
+        numbers |= {f"{of}numbers.{x}": value for x, value in of_score.items()}
     strides: dict[str, tuple[int, ...]] = dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, *ROWS), problem.row_strides())
     strides["moments"] = tuple(x * divergences.moments_of(problem) for x in problem.row_strides())
     strides |= {name: problem.operand(name).strides for name in problem.operation.names}

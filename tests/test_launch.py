@@ -16,6 +16,8 @@ from streamkl_cupy import arrays, launch, patterns, validate
 from streamkl_cupy import call as calls
 from streamkl_cupy import problem as problems
 from streamkl_cupy.arrays import ArrayView
+from streamkl_cupy.cli import catalogue
+from streamkl_cupy.cli.catalogue import ELEMENT_TYPES
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.errors import CaptureError
 from streamkl_cupy.frameworks.base import known
@@ -24,6 +26,9 @@ from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import parse
 from streamkl_cupy.problem import INPUT_NAMES, MaskSpec, Operand, Side, compact_strides
+from streamkl_cupy.rules.scores import SCORES
+
+FEW_QUERIES = next(x for x in catalogue.EXTENTS if x.queries < x.keys)
 
 
 class Driver:
@@ -239,6 +244,17 @@ def test_a_call_like_the_one_before_looks_up_what_it_launches(driver: Driver, mo
     problem.forward()
     problem.backward()
     assert len(driver.launches) == 2 * before
+
+
+@pytest.mark.parametrize("score", sorted(SCORES))
+def test_splits_are_joined_whatever_the_score_reads(driver: Driver, score: str) -> None:
+    """The kernel that joins them is one for all scores, though these have numbers of their own."""
+    problem = catalogue.problem((64, 128), ELEMENT_TYPES[0], extents=FEW_QUERIES, scores=(score, score))
+    runner = launch.Runner(problem)
+    assert runner.plan.combine
+    call = Problem(0)
+    runner.forward(call.inputs, call.rows, 7, 1 << 20)
+    assert len(driver.launches) == 2
 
 
 def test_gradients_of_keys_without_queries_are_zero(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
