@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from operator import is_, or_
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from . import arrays, frameworks, numpy_backend, validate
 from .advice import hints
@@ -17,7 +17,7 @@ from .errors import DriverError
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS, QUICK, Framework
 from .frameworks.cupy import cupy_module
-from .ops import Op, SavedSpec
+from .ops import OPS, Op, SavedSpec
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
 from .problem import Device, Problem
 from .rules.divergences import extra_rows
@@ -117,9 +117,7 @@ class Call(NamedTuple):
     def _read(self, rows: SavedArrays | None) -> Ready:
         op, operands, options, given = self
         views = None if rows is None else rows.views(op)
-        inputs = (
-            KINDS[op.name].read(op, operands) if op.name in KINDS else op.Inputs(*map(describe, op.names, operands))
-        )
+        inputs = KINDS[op.name].read(op, operands)
         like = inputs[op.at]
         masks = view_masks(given, like.framework)
         checked = prepare(op, inputs, options, masks)
@@ -135,7 +133,7 @@ class Call(NamedTuple):
 
     def problem(self, device: Device | None = None) -> Problem:
         """The problem of arrays or stand-ins, as a call with them would have it, or would on `device`."""
-        kind = KINDS.get(self.op.name, OF_SIDES)
+        kind = KINDS[self.op.name]
         inputs = kind.outline(self.op, self.operands, device)
         like = inputs[self.op.at]
         options = self.options
@@ -202,7 +200,7 @@ class Checked(NamedTuple):
         """Bytes of workspace for these gradients, or the error that says why there are none."""
         size = self.gradient_bytes.get(wrt)
         if size is None:
-            kind_of(self.problem).gradients_built(self.problem, wrt)
+            KINDS[self.op.name].gradients_built(self.problem, wrt)
             size = self.gradient_bytes[wrt] = self.runner.backward_bytes(wrt)
         return size
 
@@ -279,7 +277,7 @@ class Ready:
             view = like._replace(dtype=dtype, shape=shape, strides=strides, array=whole)
             return checked.op.Results(*[view._replace(name=x, ptr=first + i * step) for i, x in enumerate(rows)])
 
-        self._launch((first,), outputs)
+        self._launch(checked.workspace_bytes, (first,), partial(self._run_forward, outputs))
         return whole
 
     def empty_results(self) -> Results:
@@ -291,29 +289,35 @@ class Ready:
 
     def launch(self, outputs: Results) -> None:
         """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
-        self._launch([x and x.ptr for x in outputs], lambda: outputs)
+        run = partial(self._run_forward, lambda: outputs)
+        self._launch(self.checked.workspace_bytes, [x and x.ptr for x in outputs], run)
 
-    def _launch(self, results: Iterable[int | None], outputs: Callable[[], Results]) -> None:
-        """The same, where `results` are the addresses that tell these outputs from others."""
-        checked, like, look = self.checked, self.like, self._look
-        size, workspace = checked.workspace_bytes, 0
+    def _run_forward(self, outputs: Callable[[], Results], stream: int, workspace: int, **how: Any) -> None:
+        inputs, masks, _ = self.views
+        self.checked.runner.forward(inputs, outputs(), stream, workspace, masks, **how)
+
+    def _launch(self, size: int, results: Iterable[int | None], run: Callable[..., None]) -> None:
+        """Have the runner `run(stream, workspace)` with so many bytes of workspace, under a key where the call looks
+        like one before; or what it has launched for these addresses again. `results` are those of what it writes."""
+        like, look = self.like, self._look
+        framework, workspace = FRAMEWORKS[like.framework], 0
         if size:
-            memory = frameworks.empty(like, (size // 4,), "float32")
+            memory = framework.empty(like, (size // 4,), "float32")
             workspace = memory.ptr
+        stream = framework.stream(like.device) if like.device.kind == "cuda" else 0
         if look is None:
-            inputs, masks, _ = self.views
-            checked.runner.forward(inputs, outputs(), frameworks.stream_of(like), workspace, masks)
+            run(stream, workspace)
             return
-        stream = FRAMEWORKS[like.framework].stream(like.device)
         key = (look.number, workspace, *self._addresses, *results)
         if not look.runner.again(key, stream):
-            inputs, masks, _ = self.views
-            look.runner.forward(inputs, outputs(), stream, workspace, masks, key)
+            run(stream, workspace, key=key)
 
     def backward(self, wrt: tuple[str, ...]) -> tuple[Any, ...]:
         """Allocate the gradients named in `wrt` and launch; None for the others."""
         checked, like = self.checked, self.like
-        size = checked.backward_bytes(wrt)
+        size = checked.gradient_bytes.get(wrt)
+        if size is None:
+            size = checked.backward_bytes(wrt)
         framework = FRAMEWORKS[like.framework]
         outputs = checked.op.Gradients(
             *[
@@ -321,20 +325,12 @@ class Ready:
                 for name, found in checked.gradients.items()
             ]
         )
-        workspace = 0
-        if size:
-            memory = framework.empty(like, (size // 4,), "float32")
-            workspace = memory.ptr
-        look = self._look
-        if look is None:
+
+        def run(stream: int, workspace: int, **how: Any) -> None:
             inputs, masks, saved = self.views
-            checked.runner.backward(inputs, saved, outputs, frameworks.stream_of(like), workspace, masks)
-        else:
-            stream = framework.stream(like.device)
-            key = (look.number, workspace, *self._addresses, *[x and x.ptr for x in outputs])
-            if not look.runner.again(key, stream):
-                inputs, masks, saved = self.views
-                look.runner.backward(inputs, saved, outputs, stream, workspace, masks, key=key)
+            checked.runner.backward(inputs, cast("Saved", saved), outputs, stream, workspace, masks, **how)
+
+        self._launch(size, [x and x.ptr for x in outputs], run)
         if like.framework not in frameworks.OWN:
             inputs, masks, saved = self.views
             frameworks.hold((*inputs, *(saved or ()), *(masks or {}).values()))
@@ -362,15 +358,6 @@ class Kind(NamedTuple):
     """Whether each row of a problem is known to see a key."""
     look: Callable[..., None] = lambda inputs, options, problem: None
     """Warn of what a checked call may have got wrong."""
-
-
-KINDS: dict[str, Kind] = {}
-"""By the names of operations; those that are not here are `OF_SIDES`."""
-
-
-def kind_of(problem: Any) -> Kind:
-    """That of the operation of a problem."""
-    return KINDS.get(problem.op, OF_SIDES)
 
 
 LIMIT = 1024
@@ -524,7 +511,7 @@ def prepare(op: Op, inputs: Inputs, options: Options, masks: MaskArrays | None =
         key = (key, *((name, view[1:6]) for name, view in masks.items()))
     checked = _checked.get(key)
     if checked is None:
-        kind = KINDS.get(op.name, OF_SIDES)
+        kind = KINDS[op.name]
         problem = kind.to_problem(op, inputs, options._replace(deterministic=deterministic), masks)
         kind.look(inputs, options, problem)
         runner = runner_for(problem)
@@ -561,7 +548,7 @@ def runner_for(problem: Problem) -> Runner:
     runner = _runners.get(problem)
     if runner is None:
         with _building():
-            runner = _runners.get(problem) or kind_of(problem).backend(problem.device).Runner(problem)
+            runner = _runners.get(problem) or KINDS[problem.op].backend(problem.device).Runner(problem)
             _remember(_runners, problem, runner, problem)
     return runner
 
@@ -687,3 +674,5 @@ OF_SIDES = Kind(
     every_row_sees,
     lambda *given: hints.look(*given),
 )
+KINDS: Final[dict[str, Kind]] = dict.fromkeys(OPS, OF_SIDES)
+"""By the names of operations. A room above that has a kind of its own puts it here."""

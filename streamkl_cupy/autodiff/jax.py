@@ -50,7 +50,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .. import arrays, frameworks, validate
 from ..arrays import Results, Saved
-from ..call import KINDS, OF_SIDES, Call, kind_of, prepare, runner_for
+from ..call import KINDS, Call, prepare, runner_for
 from ..frameworks.dlpack import pointer_of
 from ..frameworks.jax import xla_deterministic
 from ..ops import Op
@@ -325,7 +325,7 @@ def forward(config: Config, inputs: _Operands, masks: _Masks) -> Results:
     problem = _check(config, inputs, masks, ())
     operands, masked = _given(op.names, inputs), _given(MASK_ARRAYS, masks)
     like = (*operands.values(), *masked.values())
-    results = {name: _Result(shape, dtype) for name, (shape, dtype) in kind_of(problem).results(problem).items()}
+    results = {name: _Result(shape, dtype) for name, (shape, dtype) in KINDS[problem.op].results(problem).items()}
     if _nothing(problem):
         found = tuple(jnp.full(x.shape, op.empty[name], x.dtype) for name, x in results.items())
     else:
@@ -346,7 +346,7 @@ def backward(config: Config, wrt: tuple[str, ...], inputs: _Operands, masks: _Ma
                 f"jax.lax.stop_gradient({name})"
             )
     problem = _check(config, inputs, masks, wrt)
-    shapes = kind_of(problem).results(problem)
+    shapes = KINDS[problem.op].results(problem)
     read = {spec.name: (x, *shapes[spec.like]) for spec, x in zip(op.saved, saved, strict=True) if x is not None}
     for name, (x, shape, dtype) in read.items():
         if x.shape != shape or x.dtype != dtype:
@@ -618,14 +618,14 @@ def _check_masks(config: Config, operands: _Operands, masks: _Masks) -> None:
     known = {name: x for name, x in given.items() if not isinstance(x, jax.core.Tracer)}
     if known and config.platform == "cpu":
         views, seen = _standins(config.op, operands, masks, arrays.CPU)
-        problem = KINDS.get(config.op.name, OF_SIDES).to_problem(config.op, views, config.options, seen)
+        problem = KINDS[config.op.name].to_problem(config.op, views, config.options, seen)
         rules.check_values(problem, {name: np.asarray(x) for name, x in known.items()})
 
 
 def _standins(
     op: Op, inputs: _Operands, masks: _Masks, device: Device
 ) -> tuple[arrays.Inputs, arrays.MaskArrays | None]:
-    standin = KINDS.get(op.name, OF_SIDES).standin
+    standin = KINDS[op.name].standin
 
     def seen(names: Iterable[str], found: tuple[Any, ...]) -> dict[str, arrays.ArrayView]:
         return {name: standin(name, x, device) for name, x in _given(names, found).items()}
@@ -641,8 +641,8 @@ def _check(config: Config, inputs: _Operands, masks: _Masks, wrt: tuple[str, ...
     on_gpu = config.platform == "gpu"
     device = arrays.cuda(frameworks.current_gpu() or 0) if on_gpu else arrays.CPU
     views, seen = _standins(config.op, inputs, masks, device)
-    problem: Problem = KINDS.get(config.op.name, OF_SIDES).to_problem(config.op, views, config.options, seen)
-    kind_of(problem).gradients_built(problem, wrt)
+    problem: Problem = KINDS[config.op.name].to_problem(config.op, views, config.options, seen)
+    KINDS[problem.op].gradients_built(problem, wrt)
     if on_gpu:
         runner_for(problem).warmup(wrt)
     return problem
