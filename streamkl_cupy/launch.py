@@ -8,12 +8,12 @@ arguments one by one, as CuPy's kernel objects must, costs the host more than th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from math import inf, prod
-from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .compiler.nvrtc import import_cupy, load
@@ -21,36 +21,22 @@ from .errors import CaptureError, DriverError
 from .kernels.base import ELEMENT_BYTES, Box, KernelPlan, Work
 from .kernels.gpus import device_facts
 from .kernels.mask_bits import PackedMask
-from .kernels.structs import (
-    ATTENTION_ROWS,
-    MASK_BITS,
-    MASK_WORDS,
-    OUT_ROWS,
-    SAVED_ROWS,
-    TENSOR3,
-    TENSOR4,
-    TENSOR_MAP,
-    Value,
-)
+from .kernels.structs import MASK_WORDS, TENSOR3, TENSOR4, TENSOR_MAP, Value
 from .kernels.tensor_maps import encode
 from .planning import Plan, Step, make_plan
 from .problem import Operand, Problem, canonical_strides
-from .rules import divergences
+from .rules.divergences import extra_rows
 from .rules.masks import parts_of
 from .rules.scores import score_of
 
 if TYPE_CHECKING:
     from .arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved
     from .kernels.tile_lists import Lists
+    from .ops import Task
 
-# What a backward reads of each row, as the arguments have it.
-_saved_rows = attrgetter(*("kl" if name == "value" else name for name in SAVED_ROWS))
-COPY = -1
-"""In place of an operand's number: a copy that a kernel makes before."""
 _AXES = ("batch", "head", "row", "column")
-# Further fields with one value to a query row, and those that are like results with columns.
-ROWS = ("entropy", "lse", "grad_lse")
-VECTORS = ("grad", "saved_out")
+_NOTHING = bytes(TENSOR4.size)
+NO_ROWS: Mapping[str, bytes] = MappingProxyType({})
 
 
 @lru_cache(maxsize=64)
@@ -105,12 +91,15 @@ class _Kernel:
     """Kernels that run one after the other on the same arguments, mostly one: loaded, with their launch shapes and the
     constant part of the arguments."""
 
-    __slots__ = ("_launch", "_lists", "_maps", "_operands", "_rows", "_steps", "_template", "_type", "_words", "plan")
+    __slots__ = ("_launch", "_lists", "_maps", "_operands", "_rows", "_steps", "_template", "_type", "_words", "masked")
 
-    def __init__(self, problem: Problem, *plans: KernelPlan) -> None:
-        self.plan = plan = plans[0]
-        names = problem.operation.names
-        fields = dict(zip(names, problem.operation.fields, strict=True))
+    def __init__(self, problem: Problem, *plans: KernelPlan, copies: tuple[tuple[str, int, Operand], ...] = ()) -> None:
+        """`copies` are what tensor maps are of besides operands, as a `Step` has them."""
+        plan, op = plans[0], problem.operation
+        # What tensor maps are of by name: operands, after these copies.
+        mapped = {name: problem.operand(name) for name in op.names} | {name: x for name, _, x in copies}
+        numbers = {name: i for i, name in enumerate(mapped)}
+        fields = dict(zip(op.names, op.fields, strict=True))
         self._launch = import_cupy().cuda.driver.launchKernel
         self._steps = tuple(
             (
@@ -123,39 +112,54 @@ class _Kernel:
         self._maps = tuple(
             (
                 8 * args.words[f"{fields.get(box.name, box.name)}.words"],
-                names.index(box.name) if box.name in names else COPY,
-                _Maps(problem.operand(box.name) if box.name in names else _copied(problem), problem.batch, box),
+                numbers[box.name],
+                _Maps(mapped[box.name], problem.batch, box),
             )
             for box in plan.boxes
         )
         self._lists = _tile_lists(problem, plan)
-        self._template = template(problem, plan, self._lists.pointers if self._lists else ())
+        self._template = template(problem, plan, self._lists)
         self._type = ctypes.c_uint64 * (args.size // 8)
         # Of a tensor, its address.
         self._words = {name.removesuffix(".pointer"): word for name, word in args.words.items()}
-        if "mask" in self._words:
+        self.masked = "mask" in self._words
+        """Whether it reads arrays of the mask."""
+        if self.masked:
             mask = self._words["mask"]
             self._words |= {name: mask + i for i, name in _mask_words(problem)[1]}
         self._operands = tuple(self._words[field] for field in fields.values() if field in self._words)
-        self._rows = 8 * self._words.get(SAVED_ROWS[0], 0)
+        # Of what a backward reads of rows, by field: where it lies, and how much of it is told.
+        self._rows = {
+            name: (8 * self._words[name], (TENSOR4 if f"{name}.column" in args else TENSOR3).size)
+            for name in op.saved_fields
+            if name in self._words
+        }
 
     def commands(
-        self, inputs: tuple[int, ...], others: Iterable[tuple[str, int]], rows: bytes = b"", copy: int = 0
+        self,
+        inputs: tuple[int, ...],
+        others: Iterable[tuple[str, int]],
+        rows: Iterable[tuple[str, bytes]] = (),
+        copies: tuple[int, ...] = (),
     ) -> Iterator[Command]:
         """The launches on these arguments.
 
         Args:
             inputs: addresses of the operands.
             others: (field, or array of the mask; what it is in this call) of everything else.
-            rows: packed row vectors in place of the template's.
-            copy: address of a copy that has been made of one of these.
+            rows: (field, address and strides) of what a backward reads of rows.
+            copies: addresses of the copies.
         """
         packed = self._type.from_buffer_copy(self._template)
         address = ctypes.addressof(packed)
-        for offset, operand, maps in self._maps:
-            ctypes.memmove(address + offset, maps[copy if operand == COPY else inputs[operand]], TENSOR_MAP.size)
-        if rows:
-            ctypes.memmove(address + self._rows, rows, len(rows))
+        if self._maps:
+            mapped = inputs + copies
+            for offset, number, maps in self._maps:
+                ctypes.memmove(address + offset, maps[mapped[number]], TENSOR_MAP.size)
+        for name, told in rows:
+            if name in self._rows:
+                offset, size = self._rows[name]
+                ctypes.memmove(address + offset, told, size)
         for word, pointer in zip(self._operands, inputs):
             packed[word] = pointer
         words = self._words
@@ -181,13 +185,6 @@ class _Maps(dict[int, bytes]):
         if len(self) >= self.LIMIT:
             self.clear()
         return self.setdefault(pointer, encode(pointer, *self._shape))
-
-
-def _copied(problem: Problem) -> Operand:
-    """What a copy of the upstream gradient looks like: compact, whatever that does."""
-    value, heads, rows = problem.operand("value"), problem.heads, problem.queries
-    strides = (heads * rows * value.dim, rows * value.dim, value.dim, 1)
-    return Operand(heads, rows, value.dim, value.dtype, strides, True)
 
 
 class Packed(dict[tuple[Any, ...], tuple[Command, ...]]):
@@ -249,11 +246,10 @@ class Runner(Launches):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.device.index)
         self.problem = problem
-        self._names = problem.operation.names
-        # Whether logits are those of two sides, which are compared.
-        self._pairs = len(problem.distributions) > 1
-        # Where the copy of upstream gradients lies behind the rows that have been made.
-        self._copy = ATTENTION_ROWS.bytes(problem.batch * problem.heads * problem.queries)
+        op = problem.operation
+        self._names = op.names
+        # Of what a backward reads of rows: field, and what stands for one that is not there.
+        self._saved = tuple((field, spec.instead) for field, spec in zip(op.saved_fields, op.saved, strict=True))
         self.plan: Plan = make_plan(problem, device_facts(problem.device.index))
         self.workspace_bytes = self.plan.workspace_bytes
         self._kernels: dict[tuple[KernelPlan, ...], _Kernel] = {}
@@ -334,8 +330,7 @@ class Runner(Launches):
                 here = 0
             wrt = tuple(name for name, out in zip(self._names, outputs, strict=True) if out is not None)
             request = self._requests.get((wrt, size)) or self._backward(wrt, size, stream)
-            rows = (_row_vectors if self._pairs else _saved_vectors)(self.problem, saved)
-            return self._commands(request, inputs, outputs, here, masks, rows)
+            return self._commands(request, inputs, outputs, here, masks, self._packed(saved))
 
         self._launch(key, stream, commands)
 
@@ -346,9 +341,9 @@ class Runner(Launches):
         outputs: Results | Gradients,
         workspace: int,
         masks: MaskArrays | None,
-        rows: bytes = b"",
+        rows: Mapping[str, bytes] = NO_ROWS,
     ) -> Iterator[Command]:
-        """What the request runs on these arrays, in order."""
+        """What the request runs on these arrays, in order; `rows` are those that a backward reads, by field."""
         addresses = tuple([x.ptr for x in inputs])
         read: list[tuple[str, int]] = []
         if masks is not None and request.launches:
@@ -357,36 +352,35 @@ class Runner(Launches):
             bits = {packed.array: workspace + packed.place for packed in self.plan.mask_bits}
             read = [(name, bits.get(name) or masks[name].ptr) for name in self._mask_arrays]
         for kernel, step in request.launches:
-            pointers = [(field, getattr(outputs, name).ptr) for field, name in step.outputs]
-            if kernel.plan.task.kind == "saved_rows":
-                if not workspace:
-                    raise ValueError("workspace: got none; these gradients need what backward_bytes says")
-                made = workspace + (step.workspace or 0)
-                fields = [("workspace", made)]
-                if len(kernel.plan.regions) > 1:
-                    fields.append(("copy", made + self._copy))
-                yield from kernel.commands((), fields, rows)
-                continue
-            pointers += read
-            if step.workspace is not None:
-                pointers.append(("workspace", workspace + step.workspace))
-            if step.partials is not None:
-                arrivals, schedule = workspace + step.partials, kernel.plan.schedule
-                yield Command(self._runtime.memsetAsync, (arrivals, 0, schedule.cleared_bytes))
-                sums = arrivals + schedule.arrivals_bytes
-                pointers += (("partial_arrivals", arrivals), ("partial_sums", sums))
-            if not self._pairs:  # their rows lie together where they have been made
-                made = workspace + (step.saved_rows or 0)
-                pointers += (("rows", made),) if step.saved_rows is not None else ()
-                yield from kernel.commands(addresses, pointers, rows[: TENSOR4.size], made + self._copy)
-                continue
-            here = rows[: len(SAVED_ROWS) * TENSOR3.size]
-            if step.saved_rows is not None:
-                here = _made_rows(self.problem, workspace + step.saved_rows)
-            yield from kernel.commands(addresses, pointers, here)
+            if step.placed and not workspace:
+                raise ValueError("workspace: got none; these gradients need what backward_bytes says")
+            fields = [(field, getattr(outputs, name).ptr) for field, name in step.outputs]
+            fields += [(field, workspace + place) for field, place in step.placed]
+            if kernel.masked:
+                fields += read
+            if step.cleared:
+                place, size = step.cleared
+                yield Command(self._runtime.memsetAsync, (workspace + place, 0, size))
+            given = [(field, rows[field]) for field in step.reads]
+            copies = tuple([workspace + place for _, place, _ in step.copies])
+            yield from kernel.commands(addresses, fields, given, copies)
         for name in request.zeros:
             out = getattr(outputs, name)
             yield Command(self._runtime.memsetAsync, (out.ptr, 0, ELEMENT_BYTES[out.dtype] * prod(out.shape)))
+
+    def _packed(self, saved: Saved) -> dict[str, bytes]:
+        """What a backward reads of rows, by field, as kernels have it: address and strides, of rows or of all axes."""
+        found, lead, layout = {}, self.problem.rank - 1, self.problem.layout
+        for (field, instead), x in zip(self._saved, saved, strict=True):
+            if x is None and instead:
+                x = getattr(saved, instead)
+            if x is None:
+                found[field] = _NOTHING
+                continue
+            axes = len(x.strides)
+            strides = canonical_strides(x.strides, axes, layout, axes - lead)
+            found[field] = TENSOR4.packer.pack(x.ptr, *strides, *(0,) * (4 - len(strides)))
+        return found
 
     def _pack_bits(self, packed: PackedMask, kernel: _Kernel, masks: MaskArrays, workspace: int) -> Iterator[Command]:
         """Have an array packed to bits at its place in the workspace."""
@@ -417,17 +411,22 @@ class Runner(Launches):
 
     def _loaded(self, steps: tuple[Step, ...], stream: int | None, zeros: tuple[str, ...] = ()) -> Request:
         """All kernels before any launch: what cannot be built must fail before anything is written."""
-        launches = tuple((self._kernel(step.kernels, stream), step) for step in steps)
+        launches = tuple((self._kernel(step.kernels, stream, step.copies), step) for step in steps)
         return Request(launches, tuple(self._kernel((x.kernel,), stream) for x in self.plan.mask_bits), zeros)
 
-    def _kernel(self, plans: tuple[KernelPlan, ...], stream: int | None) -> _Kernel:
+    def _kernel(
+        self,
+        plans: tuple[KernelPlan, ...],
+        stream: int | None,
+        copies: tuple[tuple[str, int, Operand], ...] = (),
+    ) -> _Kernel:
         """Loaded kernels; `stream`, unless None, is where they are about to run."""
         found = self._kernels.get(plans)
         if found:
             return found
         if stream is not None:
             refuse_in_capture(stream, plans[0].name, "warmup")
-        return self._kernels.setdefault(plans, _Kernel(self.problem, *plans))
+        return self._kernels.setdefault(plans, _Kernel(self.problem, *plans, copies=copies))
 
 
 def refuse_in_capture(stream: int, kernel: str, warmup: str) -> None:
@@ -450,7 +449,8 @@ def _mask_key(masks: MaskArrays) -> tuple[Any, ...]:
 
 
 def _mask_words(problem: Problem, lists: Sequence[int] = ()) -> tuple[list[int], list[tuple[int, str]]]:
-    """What kernels read of the mask: per part integers, zeros for arrays, and `lists` last; and the arrays by word."""
+    """What kernels read of the mask: per part integers, zeros for arrays, and `lists` where it has such; and the arrays
+    by word."""
     words: list[int] = []
     arrays: list[tuple[int, str]] = []
     for part in parts_of(problem.mask):
@@ -458,9 +458,9 @@ def _mask_words(problem: Problem, lists: Sequence[int] = ()) -> tuple[list[int],
         for array in part.arrays:
             arrays.append((len(words), array.name))
             words.append(0)
-    # The part that has a pattern is the last of the registry.
-    pattern = problem.mask.pattern
-    words += [] if pattern is None else [*lists, pattern.heads]
+        pattern = problem.mask.pattern
+        if part.listed and pattern is not None:
+            words += [*lists, pattern.heads]
     return words + [0] * (MASK_WORDS - len(words)), arrays
 
 
@@ -478,12 +478,9 @@ def _tile_lists(problem: Problem, plan: KernelPlan) -> Lists | None:
     return lists_for(pattern, problem.device.index, tile.rows, tile.columns, by_keys, *cut)
 
 
-def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> bytes:
+def template(problem: Problem, plan: KernelPlan, lists: Lists | None = None) -> bytes:
     """The arguments of a kernel with zeros for what a call fills in; `lists` are those of the mask's pattern."""
-    if plan.args is MASK_BITS:
-        return MASK_BITS.pack({"batch": 0, "column": 0, "count": 0, "entries": problem.batch})
     task, schedule = plan.task, plan.schedule
-    paired = bool(lists) and plan.tile is not None and plan.tile.pairs  # then units come last
     numbers: dict[str, Value] = {
         "n.batch": problem.batch,
         "heads": problem.heads,
@@ -493,14 +490,16 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         "head_group": schedule.head_group,
         "splits": schedule.splits,
         "sequences": problem.sequences,
-        "mask": _mask_words(problem, lists[:-1] if paired else lists)[0],
+        "mask": _mask_words(problem, lists.pointers if lists else ())[0],
         "entries": problem.batch,
         "out_scale": Work(problem, task).side.scale,
         "partial_slots": schedule.partial_slots,
         "heads_together": schedule.heads_together,
-        "units": lists[-1] if paired else 0,
+        "units": lists.units if lists else 0,
         "units_alike": int(problem.mask.pattern is not None and problem.mask.pattern.heads == 1),
         "share_steps": schedule.share_steps,
+        # Of an array that is packed to bits.
+        **dict.fromkeys(("batch", "column", "count"), 0),
     }
     for name, side in problem.sides.items():
         # Of the only side there is, without its name.
@@ -509,49 +508,31 @@ def template(problem: Problem, plan: KernelPlan, lists: Sequence[int] = ()) -> b
         # What joins splits has the same arguments whatever a score reads: it asks for none of these.
         of_score = {"scale": 0.0, **score_of(side).numbers(side.scale)}
         numbers |= {f"{of}numbers.{x}": value for x, value in of_score.items()}
-    strides: dict[str, tuple[int, ...]] = dict.fromkeys((*OUT_ROWS, *SAVED_ROWS, *ROWS), problem.row_strides())
-    strides["moments"] = tuple(x * divergences.moments_of(problem) for x in problem.row_strides())
-    strides |= {name: problem.operand(name).strides for name in problem.operation.names}
+    strides = {name: problem.operand(name).strides for name in problem.operation.names}
     for name, side in problem.sides.items():
         if side.given:
             strides |= {f"{name}_q": side.q.strides, f"{name}_k": side.k.strides}
-    for field, letter in problem.operation.vectors:
-        strides |= dict.fromkeys((field, *VECTORS), problem.compact_vector_strides(letter))
-    if task.side:
-        # Those that it does not write have some too.
-        tasks = (*problem.operation.gradients, task)
-        strides |= {field: problem.compact_input_strides(name) for x in tasks for field, name in x.outputs}
+    strides |= _gradient_strides(problem, task) if task.side else _result_strides(problem)
     numbers |= {f"{name}.{axis}": step for name, steps in strides.items() for axis, step in zip(_AXES, steps)}
     return plan.args.pack({name: value for name, value in numbers.items() if name in plan.args})
 
 
-def _row_vectors(problem: Problem, saved: Saved) -> bytes:
-    """Upstream gradient, log-sum-exps and value as the kernel's row vectors, last the moments where there are some; an
-    absent value is never read."""
-    absent = saved.teacher_lse
-    rows = b"".join(_packed(problem, x or absent) for x in _saved_rows(saved))
-    return rows if saved.moments is None else rows + _packed(problem, saved.moments, 1)
+def _result_strides(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """By field, those of what a forward writes, all of it compact; of what it does not, some too."""
+    op, rows, more = problem.operation, problem.row_strides(), extra_rows(problem)
+    found = {field: rows for field, _ in op.forward.outputs} | {field: rows for _, field, _ in op.asked_rows}
+    found |= {name: problem.compact_vector_strides(letter) for name, letter in op.vectors}
+    return found | {name: tuple(x * prod(more.get(name, (0,))) for x in rows) for name in op.ruled_rows}
 
 
-def _packed(problem: Problem, x: ArrayView, trailing: int = 0, as_rows: bool = True) -> bytes:
-    """An array of rows, with `trailing` axes after these, as kernels have its address and strides: those of its rows,
-    or of all axes."""
-    strides = canonical_strides(x.strides, problem.rank - 1 + trailing, problem.layout, trailing)
-    return TENSOR3.packer.pack(x.ptr, *strides[:3]) if as_rows else TENSOR4.packer.pack(x.ptr, *strides)
-
-
-def _saved_vectors(problem: Problem, saved: Saved) -> bytes:
-    """Upstream gradient, result and log-sum-exps of attention, last the derivative by these or no address."""
-    grad, out = (_packed(problem, x, 1, as_rows=False) for x in (saved.grad, saved.out))
-    grad_lse = bytes(TENSOR3.size) if saved.grad_lse is None else _packed(problem, saved.grad_lse)
-    return grad + out + _packed(problem, saved.lse) + grad_lse
-
-
-def _made_rows(problem: Problem, address: int) -> bytes:
-    """The row vectors that `saved_rows` has made at an address."""
-    heads, rows = problem.heads, problem.queries
-    size = 4 * problem.batch * heads * rows
-    return b"".join(TENSOR3.packer.pack(address + i * size, heads * rows, rows, 1) for i in range(len(SAVED_ROWS)))
+def _gradient_strides(problem: Problem, task: Task) -> dict[str, tuple[int, ...]]:
+    """By field, those of what a backward writes, all of it compact, and of what kernels have made of rows; what it
+    does not write, and rows that come as a call has them, have some too."""
+    op, heads, rows = problem.operation, problem.heads, problem.queries
+    found = dict.fromkeys(op.saved_fields, (heads * rows, rows, 1, 1))
+    return found | {
+        field: problem.compact_input_strides(name) for x in (*op.gradients, task) for field, name in x.outputs
+    }
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from math import inf
 import numpy as np
 
 from .kernels import JOINS, KERNELS, SAVED_ROWS, combine, mask_bits
-from .kernels.base import Kernel, KernelPlan, TileRow, Work, shared
+from .kernels.base import Kernel, KernelPlan, MadeRows, TileRow, Work, shared
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
 from .kernels.mask_bits import PackedMask
 from .kernels.structs import split_states
-from .problem import Problem, Side, counted
+from .problem import Operand, Problem, Side, counted
 from .rules import divergences
 from .rules.scores import score_of
 
@@ -34,12 +34,14 @@ class Step:
     kernels: tuple[KernelPlan, ...]
     outputs: tuple[tuple[str, str], ...]
     """(field of the arguments, name of the result)."""
-    workspace: int | None = None
-    """Where in the call's workspace it works, bytes; None: nowhere."""
-    partials: int | None = None
-    """Where blocks that share a row tile leave their sums; None: none share one."""
-    saved_rows: int | None = None
-    """Where what it reads of rows was made; None: it reads what the forward saved."""
+    reads: tuple[str, ...] = ()
+    """Fields of what the forward saved, and of derivatives, that are as a backward was given them."""
+    placed: tuple[tuple[str, int], ...] = ()
+    """(field of the arguments, where in the call's workspace that is, bytes)."""
+    cleared: tuple[int, int] | None = None
+    """Where in the workspace how many bytes are zero before it runs."""
+    copies: tuple[tuple[str, int, Operand], ...] = ()
+    """What it copies by tensor maps and is no operand: (name of the box, where in the workspace, what lies there)."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,9 @@ class Plan:
     unfused: tuple[tuple[str, str], ...] = ()
     """Sides that have no such pass, and why."""
 
-    saved_rows: tuple[tuple[str, KernelPlan], ...] = ()
-    """By side, what makes of the rows that the forward saved those that its gradients read, where these are not the
+    saved_rows: tuple[MadeRows, ...] = ()
+    """What makes of the rows that the forward saved those that the gradients of a side read, where these are not the
     same; in the workspace after the mask's bits."""
-    saved_rows_bytes: int = 0
-    """Of the workspace, for each side."""
 
     @property
     def mask_bytes(self) -> int:
@@ -102,7 +102,7 @@ class Plan:
     @property
     def gradient_start(self) -> int:
         """Where in its workspace a backward has room for the rest, and what it needs at least."""
-        return self.mask_bytes + self.saved_rows_bytes * len(self.saved_rows)
+        return self.mask_bytes + sum(made.bytes for made in self.saved_rows)
 
     @property
     def passes(self) -> tuple[tuple[KernelPlan, KernelPlan | None], ...]:
@@ -134,7 +134,7 @@ class Plan:
                 blocks = forward.blocks // forward.schedule.splits
                 steps.append(Step((replace(forward, schedule=whole, blocks=blocks),), outputs))
             else:
-                steps += [Step((kernel,), outputs, self.mask_bytes) for kernel in (forward, join)]
+                steps += [Step((x,), outputs, placed=(("workspace", self.mask_bytes),)) for x in (forward, join)]
         return tuple(steps)
 
     def backward_steps(self, wrt: Collection[str], room: float = inf) -> tuple[Step, ...]:
@@ -145,27 +145,32 @@ class Plan:
         Raises:
             NotImplementedError: a gradient that cannot be computed is among them.
         """
-        start = self.gradient_start
+        op, start = self.problem.operation, self.gradient_start
         left = room - start
-        wanted = [name for name in self.problem.operation.names if name in wrt]
+        wanted = [name for name in op.names if name in wrt]
         steps = []
-        prepared: dict[str, int] = {}
-        for i, (side, kernel) in enumerate(self.saved_rows):
-            if kernel.blocks and self.problem.operation.on((side,), tuple(wanted)):
-                prepared[side] = self.mask_bytes + i * self.saved_rows_bytes
-                steps.append(Step((kernel,), (), prepared[side]))
+        # Of each side, what its kernels read of rows.
+        read: dict[str, Step] = {}
+        at = self.mask_bytes
+        for made in self.saved_rows:
+            if op.on((made.side,), tuple(wanted)):
+                steps.append(Step((made.kernel,), (), op.saved_fields, _placed(made.written, at)))
+                as_given = tuple(x for x in op.saved_fields if x not in dict(made.read))
+                copies = tuple((name, at + place, x) for name, place, x in made.copies)
+                read[made.side] = Step((), (), as_given, _placed(made.read, at), copies=copies)
+            at += made.bytes
+        all_as_given = Step((), (), op.saved_fields)
 
         def add(kernels: tuple[KernelPlan, ...], main: KernelPlan, sums: int = 0) -> None:
-            partials = main.schedule.partial_bytes
-            steps.append(
-                Step(
-                    kernels,
-                    main.task.outputs,
-                    start if sums else None,
-                    start + sums if partials and sums + partials <= left else None,
-                    prepared.get(main.task.side),
-                )
-            )
+            schedule, of_rows = main.schedule, read.get(main.task.side, all_as_given)
+            placed, cleared = of_rows.placed, None
+            if sums:
+                placed += (("workspace", start),)
+            if schedule.partial_bytes and sums + schedule.partial_bytes <= left:
+                arrivals = start + sums
+                cleared = (arrivals, schedule.cleared_bytes)
+                placed += (("partial_arrivals", arrivals), ("partial_sums", arrivals + schedule.arrivals_bytes))
+            steps.append(replace(of_rows, kernels=kernels, outputs=main.task.outputs, placed=placed, cleared=cleared))
 
         for fused in self.fused:
             sums = fused.workspace_bytes - fused.main.schedule.partial_bytes
@@ -233,13 +238,17 @@ class Plan:
             f"  {self.forward}",
             *([f"  {self.combine}"] if self.combine else []),
             *(f"  pass {i} by the same kernels" for i, _ in enumerate(divergences.of(p).later_floats, start=2)),
-            *(f"  gradients of the {kernel}" for _, kernel in self.saved_rows),
+            *(f"  gradients of the {made}" for made in self.saved_rows),
             *(f"  {fused}" for fused in self.fused),
             *(f"  {side}: {self._instead(side)} ({why})" for side, why in self.unfused),
             *(f"  {kernel}" for _, kernel in self.gradients),
             *(f"  {side}: no gradients ({why})" for side in p.operation.sides if (why := no_gradients(p, side))),
         ]
         return "\n".join(lines)
+
+
+def _placed(fields: tuple[tuple[str, int], ...], start: int) -> tuple[tuple[str, int], ...]:
+    return tuple((field, start + place) for field, place in fields)
 
 
 @lru_cache(maxsize=1024)
@@ -338,12 +347,10 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     passes = [(task, *_fused(Work(problem, task), facts)) for task in op.fused if task.side in sides]
     gradients = tuple((task.name, _alone(Work(problem, task), facts)) for task in op.gradients if task.side in sides)
     fused = tuple(found for _, found, _ in passes if found is not None)
-    rows, readers = SAVED_ROWS[problem.op], [*(x.main for x in fused), *(kernel for _, kernel in gradients)]
-    saved_rows_bytes = rows.rows_bytes(problem, readers)
+    readers = [*(x.main for x in fused), *(kernel for _, kernel in gradients)]
     return Plan(
         problem=problem,
-        saved_rows=tuple((x, rows.plan(problem, x, facts, readers)) for x in sides) if saved_rows_bytes else (),
-        saved_rows_bytes=saved_rows_bytes,
+        saved_rows=SAVED_ROWS[problem.op].plan(problem, sides, facts, readers),
         forward=_alone(Work(problem, op.forward), facts),
         gradients=gradients,
         workspace_bytes=sum(x.bytes for x in packed),

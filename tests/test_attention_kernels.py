@@ -150,7 +150,7 @@ def test_a_backward_is_packed_by_name(
     done = {name for fused in passes for name in fused.names}
     kernels = [kernel for fused in passes for kernel in fused.kernels]
     kernels += [plan.gradient(name) for name in NAMES if name in wrt and name not in done]
-    made = plan.saved_rows[0][1]
+    made = plan.saved_rows[0].kernel
     assert book.shapes == shapes(made, *kernels)
     copied = any(kernel.boxes for _, kernel in plan.gradients)
     copy = call.workspace + structs.ATTENTION_ROWS.bytes(2 * 8 * 300)
@@ -227,7 +227,8 @@ def test_the_kernels_of_a_call_on_hopper(
     assert [fused.main.family for fused in plan.fused] == both.split()
     assert bool(both) or plan.unfused[0][1]
     copied = "sm90" in gradients
-    assert len(plan.saved_rows[0][1].regions) == 1 + copied
+    assert len(plan.saved_rows[0].kernel.regions) == 1 + copied
+    assert len(plan.saved_rows[0].copies) == copied
     assert not any(kernel.boxes for _, kernel in make_plan(problem(dims, dtype), facts_for_arch("sm_80")).gradients)
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_properties import cases
 
 import streamkl_cupy
+from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.rules.masks import MASKS
@@ -240,5 +241,7 @@ def test_plans_have_each_pass(rng: Any) -> None:
     assert [step.kernels[0].name for step in plan.forward_steps(False)] == ["forward"] * 2
     steps = plan.backward_steps(("student_q", "student_k"), plan.backward_bytes(("student_q", "student_k")))
     assert [step.kernels[0].task.kind for step in steps] == ["saved_rows", "gradient", "gradient"]
-    assert len({(step.workspace if step.saved_rows is None else step.saved_rows) for step in steps}) == 1
+    assert len({step.placed[0][1] for step in steps}) == 1
+    (made,) = (step for step in steps if step.reads == ATTENTION_KL.saved_fields)
+    assert dict(made.placed).keys() == {"workspace"}
     assert set(DIVERGENCES["jsd"].parameters) == set(NUMBERS)

@@ -121,7 +121,7 @@ class Book(list[tuple[str, dict[str, Any]]]):
         monkeypatch.setattr(launch, "_primary_context", lambda index: 1)
         monkeypatch.setattr(launch, "load", self.load)
         monkeypatch.setattr(launch, "encode", lambda pointer, *how: struct.pack("=Q120x", pointer))
-        lists = SimpleNamespace(pointers=(71, 72, 73, 74, 75), used_on=lambda stream: None)
+        lists = SimpleNamespace(pointers=(71, 72, 73, 74, 75), units=0, used_on=lambda stream: None)
         monkeypatch.setattr(launch, "_tile_lists", lambda problem, plan: lists if problem.mask.pattern else None)
 
     def load(self, text: str, symbol: str, arch: str, **how: Any) -> Loaded:

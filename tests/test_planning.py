@@ -501,10 +501,11 @@ def test_a_request_is_told_what_runs_and_where() -> None:
     assert p.combine
     split, combine = p.forward_steps(workspace=True)
     assert (split.kernels, combine.kernels) == ((p.forward,), (p.combine,))
-    assert split.workspace == combine.workspace == p.mask_bytes > 0
+    assert split.placed == combine.placed == (("workspace", p.mask_bytes),)
+    assert p.mask_bytes > 0
     assert split.outputs == combine.outputs
     (whole,) = p.forward_steps(workspace=False)
-    assert whole.workspace is None
+    assert whole.placed == ()
     assert whole.kernels[0].schedule.splits == 1
     assert whole.kernels[0].blocks * p.forward.schedule.splits == p.forward.blocks
     assert (p.forward.text, p.forward.args) == (whole.kernels[0].text, whole.kernels[0].args)
@@ -516,18 +517,21 @@ def test_a_request_is_told_what_runs_and_where() -> None:
     sums = p.fused[1].workspace_bytes - main.schedule.partial_bytes
     assert fused.kernels == p.fused[1].kernels
     assert dict(fused.outputs) == {"out": "student_k", "out_q": "student_q"}
-    assert (fused.workspace, fused.partials) == (0, sums)
+    schedule = main.schedule
+    shared = (("partial_arrivals", sums), ("partial_sums", sums + schedule.arrivals_bytes))
+    assert (fused.placed, fused.cleared) == ((("workspace", 0), *shared), (sums, schedule.cleared_bytes))
     assert p.backward_steps(pair, p.backward_bytes(pair)) == (fused,)
     (unsplit,) = p.backward_steps(pair, p.backward_bytes(pair) - 1)
-    assert (unsplit.kernels, unsplit.workspace, unsplit.partials) == (fused.kernels, 0, None)
+    assert (unsplit.kernels, unsplit.placed, unsplit.cleared) == (fused.kernels, (("workspace", 0),), None)
     for room in (sums - 1, 0):
         apart = p.backward_steps(pair, room)
         assert [step.kernels for step in apart] == [(p.gradient(name),) for name in pair]
         assert [step.outputs for step in apart] == [(("out", name),) for name in pair]
-        assert all(step.workspace is None for step in apart)
-        assert [step.partials for step in apart] == [
-            0 if 0 < p.gradient(name).schedule.partial_bytes <= room else None for name in pair
-        ]
+        for name, step in zip(pair, apart, strict=True):
+            schedule = p.gradient(name).schedule
+            fits = 0 < schedule.partial_bytes <= room
+            shared = (("partial_arrivals", 0), ("partial_sums", schedule.arrivals_bytes))
+            assert (step.placed, step.cleared) == ((shared, (0, schedule.cleared_bytes)) if fits else ((), None))
     # Every gradient once, in one pass or alone.
     for wrt in itertools.chain.from_iterable(itertools.combinations(INPUT_NAMES, n) for n in range(5)):
         made = [name for step in p.backward_steps(wrt) for _, name in step.outputs]

@@ -383,7 +383,7 @@ def _note(found: dict[KernelPlan, Entry], plan: Plan, facts: DeviceFacts, label:
     join = JOINS[plan.problem.op]
     joined = plan.combine or join.plan(Work(plan.problem, plan.forward.task), plan.forward, facts)
     passes = [*(fused.main for fused in plan.fused), *(packed.kernel for packed in plan.mask_bits)]
-    passes += [kernel for _, kernel in plan.saved_rows]
+    passes += [made.kernel for made in plan.saved_rows]
     # Of every pass that the divergence needs.
     forwards = [kernel for both in replace(plan, combine=joined).passes for kernel in both if kernel]
     for kernel in (*forwards, *(gradient for _, gradient in plan.gradients), *passes):

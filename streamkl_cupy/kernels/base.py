@@ -294,6 +294,25 @@ class KernelPlan:
         return f"{self.name}: {self.entry} for {self.arch}, {', '.join(shape)}{reason}"
 
 
+@dataclass(frozen=True)
+class MadeRows:
+    """What the gradients of a side read of each row in place of what the forward saved, and the kernel that makes it.
+    Places are counted from where its part of a workspace begins, in bytes."""
+
+    side: str
+    kernel: KernelPlan
+    bytes: int
+    written: tuple[tuple[str, int], ...]
+    """Where the kernel writes: (field of its arguments, place)."""
+    read: tuple[tuple[str, int], ...]
+    """Where gradients find it: (field of their arguments, place)."""
+    copies: tuple[tuple[str, int, Operand], ...] = ()
+    """What they copy by tensor maps and is no operand: (name of the box, place, what lies there)."""
+
+    def __str__(self) -> str:
+        return str(self.kernel)
+
+
 @lru_cache(maxsize=1024)
 def _text(
     entry: str,

@@ -20,12 +20,15 @@ from .work_tiles import cut, survey
 class Lists:
     """Offsets and entries of tile lists, and the work tiles of a launch's blocks, in the memory of one GPU."""
 
-    __slots__ = ("_arrays", "_events", "captured", "pointers")
+    __slots__ = ("_arrays", "_events", "captured", "pointers", "units")
 
-    def __init__(self, *arrays: Any) -> None:
+    def __init__(self, *arrays: Any, units: Any = None) -> None:
         cupy = import_cupy()
-        self._arrays = tuple(cupy.asarray(x) for x in arrays)
-        self.pointers = tuple(int(x.data.ptr) for x in self._arrays)
+        self._arrays = tuple(cupy.asarray(x) for x in (*arrays, units) if x is not None)
+        addresses = tuple(int(x.data.ptr) for x in self._arrays)
+        self.pointers = addresses[: len(arrays)]
+        self.units = 0 if units is None else addresses[-1]
+        """Of units of keys, where a tile has two of these; 0: they lie side by side."""
         self._events: dict[int, Any] = {}
         self.captured = False
         cupy.cuda.get_current_stream().synchronize()  # kernels run on other streams
@@ -64,7 +67,7 @@ def lists_for(
     pairs: bool = False,
 ) -> Lists:
     """What kernels with tiles of this shape read, in the memory of the current GPU, which is `device`; with `pairs`, of
-    two units of keys to a tile, which come last."""
+    two units of keys to a tile."""
     when_gone(_leave)
     _give_back()
     key = (device, rows, columns, by_keys, group, longest, pairs)
@@ -72,7 +75,7 @@ def lists_for(
     found = of_pattern.get(key)
     if found is None and pairs:
         units, offsets, entries = made = gathered(pattern, group)
-        found = of_pattern.setdefault(key, Lists(offsets, entries, cut(made.lists(), 0, group).entries, units))
+        found = of_pattern.setdefault(key, Lists(offsets, entries, cut(made.lists(), 0, group).entries, units=units))
     if found is None:
         work = cut(survey(pattern, rows, columns, by_keys, group), longest, group)
         found = of_pattern.setdefault(key, Lists(*pattern.tile_lists(rows, columns, by_keys), work.entries))

@@ -28,7 +28,7 @@ OP = Op(
         SavedSpec("grad", "kl"),
         SavedSpec("teacher_lse", "teacher_lse"),
         SavedSpec("student_lse", "student_lse"),
-        SavedSpec("kl", "kl", optional=True),
+        SavedSpec("kl", "kl", optional=True, field="value", instead="teacher_lse"),
         SavedSpec("moments", "moments", optional=True),
     ),
     wrt=STUDENT,

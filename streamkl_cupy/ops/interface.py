@@ -87,6 +87,10 @@ class SavedSpec(NamedTuple):
     """The result of the forward whose shape and type it has: the one that it is, or is the derivative of."""
     optional: bool = False
     """Whether there are backwards that do not read it."""
+    field: str = ""
+    """What kernels' arguments call it, unless that is its name."""
+    instead: str = ""
+    """What kernels are given in place of one that a backward does not read; empty: nothing, address 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +219,11 @@ class Op:
         """The operand that has a number for each pair of a query and a key, of a side that has this in their place."""
         first, *others = self.side(side)
         return first if first.extra and not others else None
+
+    @cached_property
+    def saved_fields(self) -> tuple[str, ...]:
+        """What kernels' arguments call the arrays that a backward reads besides the operands."""
+        return tuple(x.field or x.name for x in self.saved)
 
     @cached_property
     def fields(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ OP = Op(
     vectors=(("out", "D_v"),),
     saved=(
         SavedSpec("grad", "out"),
-        SavedSpec("out", "out"),
+        SavedSpec("out", "out", field="saved_out"),
         SavedSpec("lse", "lse"),
         SavedSpec("grad_lse", "lse", optional=True),
     ),
