@@ -50,6 +50,7 @@ from streamkl_cupy.kernels import (
 from streamkl_cupy.kernels.indexer import IndexerKernel
 from streamkl_cupy.parallel import setup
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT, Device
+from streamkl_cupy.rules.divergences import DIVERGENCES
 from streamkl_cupy.testing import reference
 
 PLANTED = 'extern "C" __global__ void planted(float* x, int n) { x[n + threadIdx.x] = 1.0f; }'
@@ -272,7 +273,7 @@ def name_of(kernel: Any) -> str:
 def kernels_of_shards(case: Case, options: dict[str, Any], arch: str) -> Iterator[Any]:
     """What joins rows, and the calls of both ranks."""
     facts = gpus.facts_for_arch(arch)
-    yield join_states.plan(facts)
+    yield from (join_states.plan(x, facts) for x in DIVERGENCES.values() if x.merging)
     for rank in range(2):
         mine = [parallel.shard(x, 2, rank, 2) for x in case.arrays]
         job, _ = setup.planned(rank, 2, mine, setup.plain("plan", options), setup.Asked(wrt=case.wrt))

@@ -34,6 +34,7 @@ from streamkl_cupy.parallel import (
 )
 from streamkl_cupy.parallel.blocks import Whole
 from streamkl_cupy.problem import INPUT_NAMES
+from streamkl_cupy.rules.divergences import DIVERGENCES
 
 STRATEGIES = ("all_gather", "a2a", "all_gather_queries", "p2p")
 PROGRAMS = Path(__file__).with_name("parallel_programs.py")
@@ -277,10 +278,11 @@ def test_calls_of_shards_are_few() -> None:
         assert (rows, keys) == (slice(8 if q < k else 0, 16), slice(0, 8 if q > k else 16))
 
 
+@pytest.mark.parametrize("divergence", setup.MERGED)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_the_kernel_that_joins_rows_compiles(arch: str) -> None:
+def test_the_kernel_that_joins_rows_compiles(arch: str, divergence: str) -> None:
     pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
-    kernel = join_states.plan(GPUS[arch])
+    kernel = join_states.plan(DIVERGENCES[divergence], GPUS[arch])
     built = nvrtc.build(kernel.text, kernel.arch)
     assert (built.spill_bytes, built.notes) == (0, ())
 

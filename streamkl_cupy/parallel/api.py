@@ -22,10 +22,10 @@ from ..validate import wanted
 from .engine import Engine, Launching, call_of
 from .groups import ranks_of
 from .job import Job
+from .joining import warmup as warm_joining
 from .library import library_of
 from .ranks import LocalRank
 from .setup import (
-    STATE_DIVERGENCES,
     Asked,
     Plain,
     asked_of,
@@ -37,7 +37,7 @@ from .setup import (
     refuse_not_built,
 )
 from .shards import length, within
-from .states import KLState, state_of_rows
+from .states import OF, KLState, numbers_of
 from .strategies import TABLE
 from .traffic import ShardingPlan, traffic
 
@@ -322,6 +322,8 @@ def warmup(
     device = describe("student_q", student_q).device
     for blocks in job.stand_ins(ranks.rank, inputs):
         runner_for(blocks.problem(device)).warmup(wrt)
+    if job.some_keys and device.kind == "cuda":
+        warm_joining(device.index, job.divergence)
 
 
 def plan(
@@ -376,7 +378,7 @@ def plan(
     pieces = job.pieces(rank)
     blocks = tuple((within(rows, x.rows), within(keys, x.keys)) for x, rows, keys in pieces)
     kind = "early" if job.early else job.strategy
-    moved = traffic(kind, inputs, longest, size, job.axes.rows, wrt, job.groups)
+    moved = traffic(kind, inputs, longest, size, job.axes.rows, wrt, job.groups, job.divergence.state_floats)
     if kind == "all_gather" and moved.sums:  # what a launch leaves, and the sums that are sent
         each = moved.sums // (2 * size * longest[1])
         most = max((x.keys.stop - x.keys.start for x, _, _ in pieces), default=0)
@@ -403,15 +405,13 @@ def attention_kl_state(teacher_q: Any, teacher_k: Any, student_q: Any, student_k
     Returns:
         `KLState`.
     """
-    divergence = options.get("divergence", "kl")
-    if divergence not in STATE_DIVERGENCES:
-        raise NotImplementedError(
-            f"divergence={divergence!r} has no states that merge; built are those of {', '.join(STATE_DIVERGENCES)}"
-        )
+    divergence = options.get("divergence", OF)
+    if divergence != OF:
+        raise NotImplementedError(f"divergence={divergence!r} has no states that merge; built are those of {OF}")
     refuse_not_built(options)
     arrays = (teacher_q, teacher_k, student_q, student_k)
     engine = _engine(library_of("student_q", student_q))
-    return state_of_rows(engine.forward(call_of(arrays, options, True)))
+    return KLState(*numbers_of(engine.forward(call_of(arrays, options, True))))
 
 
 def reduced(job: Job, kl: Any, lse: Any, weight: Any, reduction: str, add: Callable[[Any], Any]) -> Any:

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 from ..call import Call
 from ..results import KLForwardRows
 from ..rules.divergences import DIVERGENCES
+from ..rules.divergences.interface import Divergence, Merging
 from .blocks import Whole
 from .engine import NAMES, QUERIES, Engine, call_of
 from .library import Library, at
 from .ranks import Pending, Ranks
 from .shards import Run, Runs, in_order, length, starts_of
+from .states import merging_of
 
 _T = TypeVar("_T")
 
@@ -29,9 +31,6 @@ MERGING = ("all_gather_queries", "p2p")
 SUMMED = {"a2a": "", "all_gather": "k", "all_gather_queries": "q", "p2p": "qk"}
 """Whose gradients are sums over ranks, of queries "q" and of keys "k"."""
 
-
-UNSEEN = -1e30
-"""A reference of logits before any key."""
 NOBODY = 2**40
 """Beyond all positions."""
 
@@ -120,8 +119,17 @@ class Job:
     @property
     def moments(self) -> int:
         """How many moments its calls leave of a row."""
-        divergence = DIVERGENCES[self.whole.options.divergence]
-        return divergence.state_floats if self.some_keys else divergence.moments
+        return self.divergence.state_floats if self.some_keys else self.divergence.moments
+
+    @property
+    def divergence(self) -> Divergence:
+        """What its rows are of."""
+        return DIVERGENCES[self.whole.options.divergence]
+
+    @property
+    def merging(self) -> Merging:
+        """How states of its rows merge."""
+        return merging_of(self.whole.options.divergence)
 
     @cached_property
     def _known(self) -> dict[Any, Any]:
@@ -231,8 +239,9 @@ class Job:
         if moments:
             empty.append(((*shape, moments), 0.0))
         outs = [self.library.full(like, extents, dtype, value) for extents, value in empty]
-        if self.some_keys:  # as kernels leave a state that has seen no key
-            outs[3] = self.library.put(outs[3], (..., slice(0, 2)), UNSEEN)
+        for i, x in enumerate(self.merging.unseen if self.some_keys else ()):
+            if x:
+                outs[3] = self.library.put(outs[3], (..., i), x)
         for where, rows in found:
             there = [x for x in rows if x is not None]
             outs = [self.library.put(out, at(self.axes.rows, where), x) for out, x in zip(outs, there, strict=True)]

@@ -17,10 +17,11 @@ from ..kernels.gpus import device_facts
 from ..kernels.structs import JOIN_STATES
 from ..launch import in_context
 from ..results import KLForwardRows
+from ..rules.divergences.interface import Divergence
 from .job import Job
 from .library import at
 from .shards import Runs
-from .states import KLState, finish_kl_state, merge_kl_states, state_of_rows
+from .states import numbers_of
 
 
 def over(
@@ -39,18 +40,18 @@ def joined(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: 
     if _by_kernel(job, rows.moments):
         _launch(job, rows, some, where)
         return rows
-    axis = job.axes.rows
+    axis, xp, merging = job.axes.rows, job.library.xp, job.merging
     part = KLForwardRows(*(None if x is None else job.cut(x, where) for x in rows))
-    state = merge_kl_states(state_of_rows(part), state_of_rows(some))
-    new = (*finish_kl_state(state), job.library.xp.stack(state, -1))
+    state = merging.merge(xp, (numbers_of(part), numbers_of(some)))
+    new = (*merging.finish(xp, state), xp.stack(state, -1))
     old = (rows.kl, rows.teacher_lse, rows.student_lse, rows.moments)
     found = [job.library.put(x, at(axis, where), y) for x, y in zip(old, new, strict=True)]
     return KLForwardRows(found[0], found[1], found[2], moments=found[3])
 
 
 def states(job: Job, rows: KLForwardRows[Any]) -> Any:
-    """The states of rows, the five numbers of each side by side, for `merged`."""
-    return rows.moments if _by_kernel(job, rows.moments) else job.library.xp.stack(state_of_rows(rows), -1)
+    """The states of rows, the numbers of each side by side, for `merged`."""
+    return rows.moments if _by_kernel(job, rows.moments) else job.library.xp.stack(numbers_of(rows), -1)
 
 
 def merged(job: Job, given: Sequence[Any], owners: tuple[Runs, ...]) -> KLForwardRows[Any]:
@@ -59,8 +60,9 @@ def merged(job: Job, given: Sequence[Any], owners: tuple[Runs, ...]) -> KLForwar
     first, *others = given
     if not _by_kernel(job, first):
         own = [job.own(x, owners, x) for x in given]
-        numbers = [KLState(*(x[..., i] for i in range(len(KLState._fields)))) for x in own]
-        return KLForwardRows(*finish_kl_state(merge_kl_states(*numbers)))
+        numbers = [tuple(x[..., i] for i in range(x.shape[-1])) for x in own]
+        xp, merging = job.library.xp, job.merging
+        return KLForwardRows(*merging.finish(xp, merging.merge(xp, numbers)))
     shape = first.shape[:-1]
     kl, teacher_lse, student_lse = (job.library.full(first, shape, first.dtype) for _ in range(3))
     rows = KLForwardRows(kl, teacher_lse, student_lse, moments=first)
@@ -73,26 +75,28 @@ def _by_kernel(job: Job, x: Any) -> bool:
     return job.library.name == "cupy" or (job.library.name == "torch" and bool(x.is_cuda))
 
 
-def warmup(index: int) -> None:
+def warmup(index: int, divergence: Divergence) -> None:
     """Compile and load the kernel for a GPU."""
     with in_context(index):
-        _handle(index, None)
+        _handle(index, divergence, None)
 
 
-_handles: dict[int, int] = {}
+_handles: dict[tuple[int, str], int] = {}
+"""By GPU and divergence."""
 
 
-def _handle(index: int, stream: int | None) -> int:
+def _handle(index: int, divergence: Divergence, stream: int | None) -> int:
     """Of the kernel; `stream`, unless None, is where it is about to run."""
-    if index not in _handles:
+    key = index, divergence.name
+    if key not in _handles:
         if stream is not None and import_cupy().cuda.runtime.streamIsCapturing(stream):
             raise CaptureError(
                 "the kernel that joins rows is not loaded, and loading cannot be captured into a CUDA graph: call "
                 "streamkl_cupy.parallel.warmup(...) with the same arrays and options before the capture"
             )
-        plan = join_states.plan(device_facts(index))
-        _handles[index] = load(plan.text, plan.symbol, plan.arch).handle
-    return _handles[index]
+        plan = join_states.plan(divergence, device_facts(index))
+        _handles[key] = load(plan.text, plan.symbol, plan.arch).handle
+    return _handles[key]
 
 
 def _launch(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: slice) -> None:
@@ -109,7 +113,7 @@ def _launch(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where:
     parameters = ctypes.c_void_p(ctypes.addressof(packed))
     stream, cupy = stream_of(like), import_cupy()
     with in_context(index):
-        handle = _handle(index, stream)
+        handle = _handle(index, job.divergence, stream)
         grid = -(-entries * count // join_states.THREADS)
         block = join_states.THREADS
         cupy.cuda.driver.launchKernel(handle, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(parameters), 0)

@@ -16,6 +16,8 @@ from ..arguments import choice, flag, integer, listed, with_article
 from ..frameworks import describe
 from ..ops import ATTENTION_KL
 from ..options import MASK_ARRAYS, REDUCTIONS, SHARED, Options, parse
+from ..rules.divergences import DIVERGENCES
+from ..rules.divergences.interface import Divergence
 from ..validate import wanted, weights
 from .blocks import Whole
 from .engine import KEYS, NAMES, QUERIES, Engine, Launching
@@ -25,8 +27,8 @@ from .ranks import Ranks
 from .shards import OWNERSHIPS, Ownership, Runs, check_owned, length, owned
 from .traffic import traffic
 
-STATE_DIVERGENCES = ("kl",)
-"""Those whose states of rows merge."""
+MERGED = tuple(name for name, x in DIVERGENCES.items() if x.merging is not None)
+"""Divergences whose states of rows merge."""
 LIMIT = 256
 MOST_RUNS = 4
 """Of a rank whose keys are used shard by shard."""
@@ -251,7 +253,7 @@ def _early(inputs: Sequence[Any], call: Plain, strategy: str, owners: tuple[tupl
         len(owners[0]) > 1
         and max(len(runs) for side in owners for runs in side) <= MOST_RUNS
         and strategy == "all_gather"
-        and call.options.divergence in STATE_DIVERGENCES
+        and call.options.divergence in MERGED
         and call.options.block_mask is None
         and "cu_seqlens_q" not in call.masks
         and not any("float32" in str(x.dtype) for x in inputs)
@@ -387,11 +389,12 @@ def _chosen(
     choice("strategy", asked.strategy, ("auto", *STRATEGIES))
     heads = [1 if axes.heads is None else inputs[k].shape[axes.heads] for k in KEYS]
     strategy, why = asked.strategy, "asked for"
-    merges = call.options.divergence in STATE_DIVERGENCES
+    divergence = DIVERGENCES[call.options.divergence]
+    merges = divergence.merging is not None
     if size == 1:
         strategy, why = "all_gather", "one rank"
     elif strategy == "auto":
-        strategy, why = _cheapest(size, inputs, axes, owners, merges)
+        strategy, why = _cheapest(size, inputs, axes, owners, divergence)
     if strategy == "a2a" and any(n % size for n in heads):
         raise ValueError(
             f'strategy="a2a" gives each of {size} ranks as many whole key heads, but there are {heads[0]} of the '
@@ -400,7 +403,7 @@ def _chosen(
         )
     if strategy in MERGING and not merges:
         raise NotImplementedError(
-            f"strategy={strategy!r} merges states of rows, which is built for divergence {listed(STATE_DIVERGENCES)}; "
+            f"strategy={strategy!r} merges states of rows, which is built for divergence {listed(MERGED)}; "
             f'{call.options.divergence!r} goes with strategy="all_gather" and "a2a"'
         )
     if asked.head_groups is None:
@@ -421,14 +424,15 @@ def _chosen(
 
 
 def _cheapest(
-    size: int, inputs: Sequence[Any], axes: Axes, owners: tuple[tuple[Runs, ...], ...], merges: bool
+    size: int, inputs: Sequence[Any], axes: Axes, owners: tuple[tuple[Runs, ...], ...], divergence: Divergence
 ) -> tuple[str, str]:
     """Gather keys, unless queries with their states are fewer bytes."""
-    rows, keys = (max(map(length, x)) for x in owners)
+    longest = (max(map(length, owners[0])), max(map(length, owners[1])))
     of_keys, of_queries = (
-        traffic(x, inputs, (rows, keys), size, axes.rows, NAMES).forward for x in ("all_gather", "all_gather_queries")
+        traffic(x, inputs, longest, size, axes.rows, NAMES, floats=divergence.state_floats).forward
+        for x in ("all_gather", "all_gather_queries")
     )
     bytes_of = f"keys are {of_keys:,} bytes to receive, queries and states of rows {of_queries:,}"
-    if of_queries < of_keys and merges:
+    if of_queries < of_keys and divergence.merging:
         return "all_gather_queries", bytes_of
     return "all_gather", bytes_of

@@ -11,14 +11,26 @@ without keys has the references -inf and sums of 0.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 from ..results import KLForward
+from ..rules.divergences import DIVERGENCES
+from ..rules.divergences.interface import Merging
 from .library import Library, library_of
 
-LN2 = math.log(2.0)
+OF = "kl"
+"""The divergence that these states are of, which is what their names say."""
+
+
+def merging_of(divergence: str) -> Merging:
+    """How states of a divergence merge that has such."""
+    found = DIVERGENCES[divergence].merging
+    assert found is not None
+    return found
+
+
+_MERGING = merging_of(OF)
 
 
 class KLState(NamedTuple):
@@ -40,13 +52,12 @@ class KLState(NamedTuple):
     difference: Any
 
 
-def state_of_rows(rows: Any) -> KLState:
-    """The state of rows that a call with some of their keys has left, its numbers as their moments."""
+def numbers_of(rows: Any) -> tuple[Any, ...]:
+    """The numbers of the states that a call with some of their keys has left of rows as their moments."""
     xp = Library(library_of("kl", rows.kl)).xp
     empty = rows.teacher_lse == -math.inf
-    r_t, r_s, *sums = (rows.moments[..., i] for i in range(len(KLState._fields)))
-    references = (xp.where(empty, -math.inf, x) for x in (r_t, r_s))
-    return KLState(*references, *(xp.where(empty, 0.0, x) for x in sums))
+    numbers = (rows.moments[..., i] for i in range(rows.moments.shape[-1]))
+    return tuple(xp.where(empty, -math.inf if i < 2 else 0.0, x) for i, x in enumerate(numbers))
 
 
 def merge_kl_states(*states: KLState) -> KLState:
@@ -89,18 +100,7 @@ def merge_kl_states(*states: KLState) -> KLState:
             f"states have arrays of {' and '.join(sorted(libraries))}; allowed is one library: convert them"
         )
     xp = Library(libraries.pop()).xp
-    top_t = functools.reduce(xp.maximum, [x.teacher_reference for x in states])
-    top_s = functools.reduce(xp.maximum, [x.student_reference for x in states])
-    # Differences of infinities are NaN: what is empty is told apart before anything is subtracted.
-    to_t, to_s = xp.where(top_t == -math.inf, 0.0, top_t), xp.where(top_s == -math.inf, 0.0, top_s)
-    sums: list[Any] = []
-    for r_t, r_s, l_t, l_s, a in states:
-        empty = r_t == -math.inf
-        d_t, d_s = to_t - xp.where(empty, to_t, r_t), to_s - xp.where(empty, to_s, r_s)
-        shrink_t = xp.exp2(-d_t)
-        moved = (shrink_t * l_t, xp.exp2(-d_s) * l_s, shrink_t * (a - (d_t - d_s) * l_t))
-        sums = [x + y for x, y in zip(sums, moved)] if sums else list(moved)
-    return KLState(top_t, top_s, *sums)
+    return KLState(*_MERGING.merge(xp, states))
 
 
 def finish_kl_state(state: KLState) -> KLForward[Any]:
@@ -124,18 +124,5 @@ def finish_kl_state(state: KLState) -> KLForward[Any]:
         raise TypeError(
             f"state is {type(state).__name__}; allowed is a result of attention_kl_state or merge_kl_states"
         )
-    r_t, r_s, l_t, l_s, a = state
-    xp = Library(library_of("state", r_t)).xp
-    empty = r_t == -math.inf
-    sum_t, sum_s = xp.where(empty, 1.0, l_t), xp.where(empty, 1.0, l_s)
-    kl = LN2 * (a / sum_t + xp.log2(sum_s / sum_t))
-    lse_t, lse_s = (
-        LN2 * (xp.where(empty, 0.0, r_t) + xp.log2(sum_t)),
-        LN2 * (xp.where(empty, 0.0, r_s) + xp.log2(sum_s)),
-    )
-    fine = xp.isfinite(kl) & xp.isfinite(lse_t) & xp.isfinite(lse_s)
-
-    def settled(x: Any, nothing: float) -> Any:
-        return xp.where(empty, nothing, xp.where(fine, x, math.nan))
-
-    return KLForward(settled(kl, 0.0), settled(lse_t, -math.inf), settled(lse_s, -math.inf))
+    xp = Library(library_of("state", state.teacher_reference)).xp
+    return KLForward(*_MERGING.finish(xp, state))

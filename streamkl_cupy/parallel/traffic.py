@@ -11,9 +11,6 @@ from ..arrays import ITEMSIZE
 from .engine import KEYS, NAMES, QUERIES
 from .shards import Runs
 
-STATE = 20
-"""Bytes of the state of a row."""
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -76,9 +73,10 @@ def traffic(
     axis: int,
     wrt: Sequence[str],
     groups: int = 1,
+    floats: int = 0,
 ) -> Traffic:
-    """Of shards as long as the longest: `longest` rows and keys, whose key heads go in so many groups. A strategy
-    "early" is "all_gather" shard by shard."""
+    """Of shards as long as the longest: `longest` rows and keys, whose key heads go in so many groups, and states of
+    rows so many numbers. A strategy "early" is "all_gather" shard by shard."""
     if size == 1:
         return Traffic(0, 0, 0, 0)
 
@@ -99,7 +97,7 @@ def traffic(
     if strategy == "all_gather":
         return Traffic(others * k, others * k_sums, size * k, 2 * size * k_sums)
     if strategy == "all_gather_queries":
-        states = STATE * rows
+        states = 4 * floats * rows
         return Traffic(others * (q + states), others * (16 * rows + q_sums), size * (q + 2 * states), 2 * size * q_sums)
     if strategy == "p2p":
         return Traffic(others * k, others * k + size * k_sums, 2 * k, 3 * k_sums + q_sums)

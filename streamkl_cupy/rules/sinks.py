@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .divergences import DIVERGENCES
 from .reductions import to_zero
 
 
@@ -27,8 +28,12 @@ class Sinks(NamedTuple):
     student: Any = None
 
 
-# Which side is A, and whether the value is the cross-entropy, -sum A log B.
-_ORDER = {"kl": (0, 1, False), "reverse_kl": (1, 0, False), "cross_entropy": (0, 1, True)}
+# Of divergences that weigh by one side: which side is A and which is B, and whether the value is -sum A log B.
+_ORDER = {
+    name: (x.weighing.side, 1 - x.weighing.side, x.weighing.crossed)
+    for name, x in DIVERGENCES.items()
+    if x.weighing is not None
+}
 
 
 def check(sinks: Sinks, divergence: str) -> None:

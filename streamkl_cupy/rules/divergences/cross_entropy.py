@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .interface import Array, Divergence, Scratch, Terms
+from .interface import Array, Divergence, Scratch, Terms, Weighing
 from .sums import LN2, Sums, Term, relative_gradients
 
 
@@ -62,4 +62,5 @@ DIVERGENCE = Divergence(
     row_values=lambda rows: np.asarray(-(rows.p * rows.log_q).sum(axis=-1)),
     row_gradients=row_gradients,
     row_magnitudes=row_magnitudes,
+    weighing=Weighing(0, crossed=True),
 )

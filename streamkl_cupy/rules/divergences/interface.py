@@ -7,7 +7,7 @@ as the definition that everything is judged by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -77,6 +77,32 @@ class Parameter(NamedTuple):
     """What is wrong with a value, the rest of a sentence; empty where nothing is."""
 
 
+class Weighing(NamedTuple):
+    """Of a value that is a mean, over the distribution of one side, of how far the logarithms of both differ: what one
+    more outcome of a row adds to it, which a sink is, follows from that."""
+
+    side: int
+    """Whose distribution it is: 0 the teacher's, 1 the student's."""
+    crossed: bool = False
+    """Whether the mean is of the other's logarithm alone, as of a cross-entropy."""
+
+
+Numbers = tuple[Any, ...]
+"""Of a row's state, arrays of any library, all of the shape of the rows: references of the teacher's and the student's
+logits (base 2, -inf where the row has seen no key), sums of exponentials, and terms."""
+
+
+class Merging(NamedTuple):
+    """How states of rows that have seen different keys become one, with the functions `xp` of any array library."""
+
+    unseen: tuple[float, ...]
+    """What kernels leave of a row that has seen no key."""
+    merge: Callable[[Any, Sequence[Numbers]], Numbers]
+    """(xp, states) -> that of all their keys; the states are added in the order given."""
+    finish: Callable[[Any, Numbers], tuple[Any, Any, Any]]
+    """(xp, state) -> value and both log-sum-exps, as a call with all these keys has them."""
+
+
 class Terms(NamedTuple):
     """Rows of both distributions, natural logarithms beside them; all four are 0 where a key is not visible."""
 
@@ -126,6 +152,10 @@ class Divergence:
     """Whether it is finite where a probability of the teacher is 0 and the student's is not."""
     narrow: bool = True
     """Whether `LogitGradient<side>::bound` bounds its gradients, which float16 needs on a GPU."""
+    weighing: Weighing | None = None
+    """What sinks need; None: its rows have none."""
+    merging: Merging | None = None
+    """How states merge outside of kernels, as they do where ranks hold a sequence; None: they do not."""
 
     def value(self, teacher: Logits, student: Logits, visible: Visible) -> NDArray[np.float64]:
         """Natural logits (..., M, N) -> (..., M) in nats; 0 for a row that sees no key."""

@@ -96,16 +96,16 @@ class Mixture:
             value = LN2 * (self.beta * self.of_t + (1 - self.beta) * self.of_s)
         bad = self.seen & ~np.isfinite(value + rows.value)
 
-        def settled(x: Array, empty: float) -> Array:
+        def or_nan(x: Array, empty: float) -> Array:
             return np.where(bad, np.nan, np.where(self.seen, x, empty))
 
         numbers = (self.of_t, self.of_s, self.first.keys, self.log_t, self.log_s)
         moments = np.stack([np.where(bad, np.nan, x) for x in numbers], axis=-1)
         return RowResults(
-            settled(value, 0.0),
-            settled(rows.teacher_lse, -np.inf),
-            settled(rows.student_lse, -np.inf),
-            None if rows.teacher_entropy is None else settled(rows.teacher_entropy, 0.0),
+            or_nan(value, 0.0),
+            or_nan(rows.teacher_lse, -np.inf),
+            or_nan(rows.student_lse, -np.inf),
+            None if rows.teacher_entropy is None else or_nan(rows.teacher_entropy, 0.0),
             moments,
         )
 

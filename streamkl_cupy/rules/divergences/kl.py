@@ -7,10 +7,16 @@ Of tiles, with the sums of `sums.py`:
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from .interface import Array, Divergence, Scratch, Terms
-from .sums import LN2, Sums, Term, relative_gradients
+from .interface import Array, Divergence, Scratch, Terms, Weighing
+from .sums import LN2, Sums, Term, merging, relative_gradients
+
+
+def _value(xp: Any, l_t: Any, l_s: Any, term: Any) -> Any:
+    return LN2 * (term / l_t + xp.log2(l_s / l_t))
 
 
 class Rows(Sums):
@@ -23,7 +29,7 @@ class Rows(Sums):
     )
 
     def value(self) -> Array:
-        return np.asarray(LN2 * (self.terms[0] / self.l_t + np.log2(self.l_s / self.l_t)))
+        return np.asarray(_value(np, self.l_t, self.l_s, self.terms[0]))
 
 
 def tile_gradients(
@@ -66,4 +72,6 @@ DIVERGENCE = Divergence(
     row_values=row_values,
     row_gradients=row_gradients,
     row_magnitudes=row_magnitudes,
+    weighing=Weighing(0),
+    merging=merging(Rows.own, _value),
 )

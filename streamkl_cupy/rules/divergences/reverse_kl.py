@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from . import kl
-from .interface import Array, Divergence, Scratch, Terms
+from .interface import Array, Divergence, Scratch, Terms, Weighing
 from .sums import LN2, Sums, Term
 
 
@@ -57,4 +57,5 @@ DIVERGENCE = Divergence(
     row_gradients=row_gradients,
     row_magnitudes=row_magnitudes,
     zeros=False,
+    weighing=Weighing(1),
 )

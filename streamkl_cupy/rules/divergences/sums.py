@@ -10,14 +10,15 @@ the same for kernels.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from .interface import Array, RowResults, Scratch
+from .interface import Array, Merging, Numbers, RowResults, Scratch
 
 LN2 = math.log(2.0)
 
@@ -122,13 +123,54 @@ class Sums(ABC):
         lse_t, lse_s = lse_t + LN2 * teacher_offset, lse_s + LN2 * student_offset
         fine = np.isfinite(value) & np.isfinite(lse_t) & np.isfinite(lse_s)
 
-        def settled(x: Array, empty: float) -> Array:
+        def or_nan(x: Array, empty: float) -> Array:
             return np.where(self.seen, np.where(fine, x, np.nan), empty)
 
         entropy = None
         if self.entropy:
-            entropy = settled(LN2 * (np.log2(self.l_t) - self.terms[-1] / self.l_t), 0.0)
-        return RowResults(settled(value, 0.0), settled(lse_t, -np.inf), settled(lse_s, -np.inf), entropy)
+            entropy = or_nan(LN2 * (np.log2(self.l_t) - self.terms[-1] / self.l_t), 0.0)
+        return RowResults(or_nan(value, 0.0), or_nan(lse_t, -np.inf), or_nan(lse_s, -np.inf), entropy)
+
+
+UNSEEN = -1e30
+"""A reference of logits before any key, in memory."""
+
+
+def merging(terms: tuple[Term, ...], value: Callable[..., Any]) -> Merging:
+    """Of states that are references, sums and these terms; `value` is (xp, l_t, l_s, *terms) -> nats.
+
+    What is empty is told apart before anything is subtracted: differences of infinities are NaN.
+    """
+    unseen = (UNSEEN, UNSEEN, *(0.0,) * (2 + len(terms)))
+    return Merging(unseen, functools.partial(_merged, terms), functools.partial(_finished, value))
+
+
+def _merged(own: tuple[Term, ...], xp: Any, states: Sequence[Numbers]) -> Numbers:
+    top_t, top_s = (functools.reduce(xp.maximum, [x[side] for x in states]) for side in (0, 1))
+    to_t, to_s = xp.where(top_t == -math.inf, 0.0, top_t), xp.where(top_s == -math.inf, 0.0, top_s)
+    sums: list[Any] = []
+    for r_t, r_s, l_t, l_s, *terms in states:
+        empty = r_t == -math.inf
+        d_t, d_s = to_t - xp.where(empty, to_t, r_t), to_s - xp.where(empty, to_s, r_s)
+        moves = Moves(d_t, d_s, xp.exp2(-d_t), xp.exp2(-d_s), l_t, l_s)
+        moved = [moves.shrink_t * l_t, moves.shrink_s * l_s, *(x.move(y, moves) for x, y in zip(own, terms))]
+        sums = [x + y for x, y in zip(sums, moved)] if sums else moved
+    return (top_t, top_s, *sums)
+
+
+def _finished(value: Callable[..., Any], xp: Any, state: Numbers) -> tuple[Any, Any, Any]:
+    """0 and -inf for a row without keys, NaN where an input was not finite."""
+    r_t, r_s, l_t, l_s, *terms = state
+    empty = r_t == -math.inf
+    sum_t, sum_s = xp.where(empty, 1.0, l_t), xp.where(empty, 1.0, l_s)
+    found = value(xp, sum_t, sum_s, *terms)
+    lse_t, lse_s = (LN2 * (xp.where(empty, 0.0, r) + xp.log2(x)) for r, x in ((r_t, sum_t), (r_s, sum_s)))
+    fine = xp.isfinite(found) & xp.isfinite(lse_t) & xp.isfinite(lse_s)
+
+    def or_nan(x: Any, nothing: float) -> Any:
+        return xp.where(empty, nothing, xp.where(fine, x, math.nan))
+
+    return or_nan(found, 0.0), or_nan(lse_t, -math.inf), or_nan(lse_s, -math.inf)
 
 
 def relative_gradients(
