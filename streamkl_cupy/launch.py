@@ -508,7 +508,7 @@ def template(problem: Problem, plan: KernelPlan, lists: Lists | None = None) -> 
         # What joins splits has the same arguments whatever a score reads: it asks for none of these.
         of_score = {"scale": 0.0, **score_of(side).numbers(side.scale)}
         numbers |= {f"{of}numbers.{x}": value for x, value in of_score.items()}
-    strides = {name: problem.operand(name).strides for name in problem.operation.names}
+    strides: dict[str, tuple[int, ...]] = {x: problem.operand(x).strides for x in problem.operation.names}
     for name, side in problem.sides.items():
         if side.given:
             strides |= {f"{name}_q": side.q.strides, f"{name}_k": side.k.strides}

@@ -288,7 +288,7 @@ def _saved(op: Op, found: Results, cotangents: Results) -> Saved:
             return derivative
         return None if optional else marked((jnp.zeros(result.shape, result.dtype),), (result,))[0]
 
-    return op.Saved(*(one(*spec) for spec in op.saved))
+    return op.Saved(*(one(spec.name, spec.like, spec.optional) for spec in op.saved))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -38,7 +38,7 @@ def plan(problem: Problem, facts: DeviceFacts) -> tuple[PackedMask, ...]:
     found: list[PackedMask] = []
     place = 0
     for array in (array for part in parts_of(problem.mask) for array in part.arrays if array.bits):
-        count = problem.queries if array.bits == "queries" else problem.keys
+        count = problem.queries if array.of == "queries" else problem.keys
         kernel = _kernel(problem.batch * bit_words(count), facts)
         found.append(PackedMask(array.name, kernel, place, packed_mask(count).bytes(problem.batch)))
         place += found[-1].bytes

@@ -91,10 +91,9 @@ class Library:
         self.xp.add(x[index], last, out=out[index])
         return out
 
-    def clipped(self, x: Any, low: int, high: int) -> Any:
-        """int32, contiguous, as kernels read lengths."""
-        found = x.clip(low, high)
-        return found if self.name == "jax" else self.cast(found, "int32")
+    def made(self, x: Any, like: Any) -> Any:
+        """An array of NumPy's as one on the device of `like`."""
+        return self.xp.asarray(x, device=like.device) if self.name == "torch" else self.xp.asarray(x)
 
 
 def at(axis: int, where: slice | int) -> tuple[Any, ...]:

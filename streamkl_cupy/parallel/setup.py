@@ -18,6 +18,7 @@ from ..ops import ATTENTION_KL
 from ..options import MASK_ARRAYS, REDUCTIONS, SHARED, Options, parse
 from ..rules.divergences import DIVERGENCES
 from ..rules.divergences.interface import Divergence
+from ..rules.masks import ARRAYS, MASKS, packing
 from ..validate import wanted, weights
 from .blocks import Whole
 from .engine import KEYS, NAMES, QUERIES, Engine, Launching
@@ -32,7 +33,10 @@ MERGED = tuple(name for name, x in DIVERGENCES.items() if x.merging is not None)
 LIMIT = 256
 MOST_RUNS = 4
 """Of a rank whose keys are used shard by shard."""
-_POSITIONAL = ("causal", "q_offset", "window", "block_mask")
+_POSITIONAL = tuple(dict.fromkeys(name for part in MASKS.values() for name in part.options))
+"""Options that say something of positions."""
+_UNKEPT = frozenset((*MASK_ARRAYS, *(name for part in MASKS.values() if part.listed for name in part.options)))
+"""Those that hold memory."""
 _COMPARED = ("shapes and dtypes", "options", "masks", "strategy", "ownership", "gradients", "reduction")
 _NOT_BUILT = ("return_entropy", "dense_teacher_lse", "teacher_sink_logits", "student_sink_logits")
 
@@ -103,7 +107,7 @@ def refuse_not_built(given: Mapping[str, Any]) -> None:
 def look(inputs: Sequence[Any], given: Mapping[str, Any], asked: Asked) -> Any:
     """How a call looks, hashable; None where it holds arrays of masks or a pattern, which nothing may keep."""
     for name, x in given.items():
-        if x is not None and (name in MASK_ARRAYS or name == "block_mask"):
+        if x is not None and name in _UNKEPT:
             return None
     key = (
         tuple([(type(x), x.shape, x.dtype, x.device) if hasattr(x, "device") else x for x in inputs]),
@@ -233,7 +237,7 @@ class Anyone(NamedTuple):
 
 def planned(rank: int, size: int, inputs: Sequence[Any], call: Plain, asked: Asked) -> tuple[Job, str]:
     """What a rank would do with shards like these, or with stand-ins of them, and why that strategy."""
-    axes = Axes.of(len(inputs[0].shape), call.options.layout, "cu_seqlens_q" in call.masks)
+    axes = Axes.of(len(inputs[0].shape), call.options.layout, packing(call.masks) is not None)
     rows, keys = (inputs[i].shape[axes.rows] for i in (QUERIES[0], KEYS[0]))
     owners = _owners(asked.ownership, [rows] * size, [keys] * size)
     strategy, groups, why = _chosen(size, inputs, axes, call, asked, owners)
@@ -241,21 +245,19 @@ def planned(rank: int, size: int, inputs: Sequence[Any], call: Plain, asked: Ask
     ranks: Any = Anyone(rank, size)
     library = Library("numpy")
     posts = not any(type(x).__module__.partition(".")[0].startswith("jax") for x in inputs)
-    early = posts and _early(inputs, call, strategy, owners)
+    early = posts and _early(inputs, whole, strategy, owners)
     return Job(ranks, Launching(), library, whole, *owners, axes, strategy, groups, early), why
 
 
-def _early(inputs: Sequence[Any], call: Plain, strategy: str, owners: tuple[tuple[Runs, ...], ...]) -> bool:
+def _early(inputs: Sequence[Any], whole: Whole, strategy: str, owners: tuple[tuple[Runs, ...], ...]) -> bool:
     """Whether keys are gathered shard by shard. From float32 keys one call takes what all of them share, and no call on
-    some of them may; patterns and packed sequences are cut for all keys at once, and scattered positions make many
-    calls of shards."""
+    some of them may; some masks are cut for all keys at once, and scattered positions make many calls of shards."""
     return (
         len(owners[0]) > 1
         and max(len(runs) for side in owners for runs in side) <= MOST_RUNS
         and strategy == "all_gather"
-        and call.options.divergence in MERGED
-        and call.options.block_mask is None
-        and "cu_seqlens_q" not in call.masks
+        and whole.options.divergence in MERGED
+        and not any(part.cut_once for part in whole.parts)
         and not any("float32" in str(x.dtype) for x in inputs)
     )
 
@@ -264,7 +266,7 @@ def _job(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, axes:
     rows, keys = (sum(map(length, x)) for x in (agreed.rows, agreed.keys))
     whole = Whole(rows, keys, call.options, call.masks, call.given).read()
     library = Library(library_of("student_q", inputs[2]))
-    early = ranks.posts and _early(inputs, call, agreed.strategy, (agreed.rows, agreed.keys))
+    early = ranks.posts and _early(inputs, whole, agreed.strategy, (agreed.rows, agreed.keys))
     return Job(ranks, engine, library, whole, agreed.rows, agreed.keys, axes, agreed.strategy, agreed.groups, early)
 
 
@@ -284,7 +286,7 @@ def _axes(inputs: Sequence[Any], call: Plain) -> Axes:
     if not 2 <= rank <= 4 or any(len(x.shape) != rank for x in inputs):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(NAMES, inputs))
         raise ValueError(f"{shapes}; allowed are 2 to 4 axes, the same number for all")
-    axes = Axes.of(rank, call.options.layout, "cu_seqlens_q" in call.masks or "cu_seqlens_k" in call.masks)
+    axes = Axes.of(rank, call.options.layout, packing(call.masks) is not None)
     for q, k in ((0, 2), (1, 3)):
         if inputs[q].shape[axes.rows] != inputs[k].shape[axes.rows]:
             raise ValueError(
@@ -365,12 +367,15 @@ def _check_whole(
     """Check the call on the whole sequence as the plain operation would."""
     rows, keys = (sum(map(length, x)) for x in owners)
     local = [length(x[rank]) for x in owners]
-    for name, at, total in (("key_mask", 1, keys), ("query_mask", 0, rows)):
-        x = call.masks.get(name)
+    for array in ARRAYS.values():
+        if not array.of or not array.axes:
+            continue
+        at, total = (1, keys) if array.of == "keys" else (0, rows)
+        x = call.masks.get(array.name)
         if x is not None and x.shape[-1] == local[at] != total:
             raise ValueError(
-                f"{name}: {x.shape[-1]} entries, as many as this rank's shard has; masks are in positions of the whole "
-                f"sequence, {total} here, and the same on every rank"
+                f"{array.name}: {x.shape[-1]} entries, as many as this rank's shard has; masks are in positions of the "
+                f"whole sequence, {total} here, and the same on every rank"
             )
     whole = []
     for i, x in enumerate(inputs):

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from ...problem import MaskSpec, Problem
 from . import blocks, causal, keys, lengths, packed, query_lengths, query_mask, window
-from .interface import Asked, Bools, Extents, Indices, MaskArray, Packing, Part, Range, Scene, Segment
+from .diagonal import up_to
+from .interface import Asked, Bools, Cutting, Extents, Indices, MaskArray, Packing, Part, Range, Scene, Segment
 
 __all__ = [
     "ARRAYS",
     "MASKS",
     "Asked",
+    "Cutting",
     "Extents",
     "MaskArray",
     "Packing",
@@ -38,6 +40,7 @@ __all__ = [
     "registers",
     "spec_of",
     "together",
+    "up_to",
     "visible",
 ]
 

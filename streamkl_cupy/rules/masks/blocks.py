@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from ...problem import MaskSpec
-from .interface import Asked, Bools, Indices, Part, Scene
+from .interface import Asked, Bools, Cutting, Indices, Part, Range, Scene
+
+if TYPE_CHECKING:
+    from ...patterns import BlockPattern
 
 
 def _blocks_between(q0: int, q1: int, size: int) -> Indices:
@@ -55,6 +62,71 @@ def _tallest(mask: MaskSpec, rows: int) -> int:
     return rows if pattern is None else pattern.query_block
 
 
+_cuts: weakref.WeakKeyDictionary[BlockPattern, dict[Any, BlockPattern]] = weakref.WeakKeyDictionary()
+
+
+def _pattern_of(pattern: BlockPattern, rows: Range, keys: Range, heads: Range | None) -> BlockPattern:
+    """The pattern of some rows, keys and heads, kept for as long as the whole one lives."""
+    if heads is not None and pattern.heads == 1:
+        heads = None
+    if rows == (0, pattern.queries) and keys == (0, pattern.keys) and heads is None:
+        return pattern
+    for what, start, block in (("rows", rows[0], pattern.query_block), ("keys", keys[0], pattern.key_block)):
+        if start % block:
+            raise ValueError(
+                f"block_mask: a shard's {what} begin at position {start}, inside a block of {block}; allowed are "
+                f"shards whose pieces begin with a block: choose a length that makes chunks multiples of {block}, "
+                f"or give the positions of every rank as ownership"
+            )
+    known = _cuts.setdefault(pattern, {})
+    found = known.get((rows, keys, heads))
+    if found is None:
+        found = known[rows, keys, heads] = _cut_out(pattern, rows, keys, range(*(heads or (0, pattern.heads))))
+    return found
+
+
+def _cut_out(pattern: BlockPattern, rows: Range, keys: Range, heads: range) -> BlockPattern:
+    first, last = rows[0] // pattern.query_block, -(-rows[1] // pattern.query_block)
+    low, high = keys[0] // pattern.key_block, -(-keys[1] // pattern.key_block)
+    counts, blocks = [], []
+    for head in heads:
+        offsets = pattern.row_offsets[head, first : last + 1].astype(np.int64)
+        listed = pattern.key_blocks[offsets[0] : offsets[-1]]
+        inside = (listed >= low) & (listed < high)
+        before = np.concatenate([[0], np.cumsum(inside)])
+        counts.append(np.diff(before[offsets - offsets[0]]))
+        blocks.append(listed[inside] - low)
+    ends = np.cumsum(np.concatenate(counts)) if counts else np.zeros(0, np.int64)
+    each = last - first
+    starts = np.concatenate([[0], ends])
+    row_offsets = np.stack([starts[i * each : (i + 1) * each + 1] for i in range(len(heads))])
+    diagonal = None if pattern.diagonal is None else pattern.diagonal + rows[0] - keys[0]
+    return type(pattern)(
+        row_offsets,
+        np.concatenate(blocks),
+        rows[1] - rows[0],
+        keys[1] - keys[0],
+        pattern.query_block,
+        pattern.key_block,
+        diagonal,
+    )
+
+
+def _narrowed(part: Cutting) -> Cutting:
+    """To where a block begins."""
+    pattern = part.options.block_mask
+    assert pattern is not None
+    (g0, g1), (k0, k1) = part.q, part.k
+    size_q, size_k = pattern.query_block, pattern.key_block
+    return part._replace(q=(g0 // size_q * size_q, g1), k=(k0 // size_k * size_k, k1))
+
+
+def _cut(part: Cutting) -> Mapping[str, Any]:
+    pattern = part.options.block_mask
+    assert pattern is not None
+    return {"block_mask": _pattern_of(pattern, part.q, part.k, part.heads)}
+
+
 PART = Part(
     name="blocks",
     header="masks/blocks.cuh",
@@ -72,4 +144,8 @@ PART = Part(
     check=_check,
     tallest=_tallest,
     beside=("causal",),
+    options=("block_mask",),
+    narrowed=_narrowed,
+    cut=_cut,
+    cut_once=True,
 )

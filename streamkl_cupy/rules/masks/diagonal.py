@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from .interface import Asked
+from .interface import Asked, Chosen, Cutting, Extents
 
 
 class Band(NamedTuple):
@@ -30,3 +31,53 @@ def band_of(asked: Asked) -> Band:
     own = asked.sequences > 0 and options.q_offset is None
     offset = extents.keys - extents.queries if options.q_offset is None else options.q_offset
     return Band(left, 0 if options.causal else right, 0 if own else offset, own)
+
+
+# What is the same of every part that is a diagonal, where a call is cut. All ask the same options.
+
+OPTIONS = ("causal", "q_offset", "window")
+
+
+def _reach(options: Chosen) -> tuple[int, int]:
+    """How many keys to the left and to the right of the diagonal a row sees; -1: all."""
+    left, right = options.window or (-1, -1)
+    return left, 0 if options.causal else right
+
+
+def _offset(options: Chosen, extents: Extents) -> int:
+    return extents.keys - extents.queries if options.q_offset is None else options.q_offset
+
+
+def narrowed(part: Cutting) -> Cutting:
+    """Keys that no row sees, and rows that see none of the keys, are left out at both ends."""
+    (g0, g1), (k0, k1) = part.q, part.k
+    (left, right), offset = _reach(part.options), _offset(part.options, part.extents)
+    if left >= 0:
+        k0 = max(k0, g0 + offset - left)
+        g1 = min(g1, k1 + left - offset)
+    if right >= 0:
+        k1 = min(k1, g1 + offset + right)
+        g0 = max(g0, k0 - right - offset)
+    return part._replace(q=(g0, g1), k=(k0, k1))
+
+
+def cut(part: Cutting) -> Mapping[str, Any]:
+    """The same diagonal, told from the first row and key."""
+    options = part.options
+    offset = _offset(options, part.extents) + part.q[0] - part.k[0]
+    return {"causal": options.causal, "window": options.window, "q_offset": offset}
+
+
+def last_key(options: Chosen, extents: Extents) -> int:
+    """Where there is no left side: how far beyond its own number a row sees keys."""
+    return _offset(options, extents) + _reach(options)[1]
+
+
+def up_to(last: int) -> Mapping[str, Any]:
+    """The options of a call whose row i sees the keys j <= i + last."""
+    return {"causal": True, "q_offset": last}
+
+
+def from_ends(options: Chosen) -> bool:
+    """Whether it hangs on the last row and key of each sequence."""
+    return options.q_offset is None

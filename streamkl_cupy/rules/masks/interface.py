@@ -100,9 +100,26 @@ class MaskArray:
     """Raise where values are wrong that can be read: kernels on a GPU clamp them instead."""
     per_entry: bool = True
     """Whether batch entries have values of their own."""
-    bits: Literal["", "keys", "queries"] = ""
-    """What kernels get one bit each of, packed first by a small kernel, so that it may have any strides; others are
-    read as they lie."""
+    of: Literal["", "keys", "queries"] = ""
+    """Of which positions it says something, where that is cut with them."""
+    cut: Callable[[Any, int, int], Any] = lambda x, start, stop: x
+    """(array of any library, start, stop) -> what it says of the positions [start, stop), counted from there."""
+    bits: bool = False
+    """Whether kernels get one bit for each position, packed first by a small kernel, so that it may have any strides;
+    others are read as they lie."""
+
+
+class Cutting(NamedTuple):
+    """Some rows and some keys of a call, which are to be a call of their own."""
+
+    options: Chosen
+    """Of the whole call."""
+    extents: Extents
+    """Likewise."""
+    q: Range
+    k: Range
+    heads: Range | None = None
+    """Some of the query heads; None: all."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +127,8 @@ class Packing:
     """Of a part that has sequences lie one after the other in the inputs."""
 
     layout: str
+    bounds: tuple[str, str]
+    """The arrays that say where sequences begin and end, of rows and of keys."""
     check: Callable[[Chosen, Mapping[str, Shape], Mapping[str, Shape]], None]
     """(options, shapes of masks' arrays, shapes of inputs): raise what does not go with it."""
     sequences: Callable[[Mapping[str, Shape]], int]
@@ -162,6 +181,18 @@ class Part:
     """Raise what is wrong with what was asked for, if that concerns the part."""
     tallest: Callable[[MaskSpec, int], int] | None = None
     """(mask, rows) -> rows of a block beyond which the NumPy backend would mostly compute what is hidden."""
+    options: tuple[str, ...] = ()
+    """The static options that ask for it, in positions of the whole call."""
+    narrowed: Callable[[Cutting], Cutting] | None = None
+    """Without rows and keys at the ends that see nothing of the others, or which cannot be cut off."""
+    cut: Callable[[Cutting], Mapping[str, Any]] | None = None
+    """The options that say the same in a call of these rows and keys alone."""
+    last_key: Callable[[Chosen, Extents], int] | None = None
+    """Where row i sees all keys up to i + so many, and no others; None: where it may not be so."""
+    from_ends: Callable[[Chosen], bool] = lambda options: True
+    """Whether packed sequences each have it anew, so that some of them mean the same without the others."""
+    cut_once: bool = False
+    """Whether it is cut for all keys of some rows at once: each time more costs the host too much."""
     packing: Packing | None = None
     beside: tuple[str, ...] = ()
     """Parts that it is compiled together with ahead of time, for it seldom comes alone."""

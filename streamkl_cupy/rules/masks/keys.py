@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .interface import Extents, MaskArray, Part, Shape
@@ -12,12 +14,17 @@ def _misfit(shape: Shape, extents: Extents) -> str:
     return "" if shape == expected else f", but there is one value per batch entry and key: expected {expected}"
 
 
+def cut(mask: Any, start: int, stop: int) -> Any:
+    """Of an array of any library."""
+    return mask[..., start:stop]
+
+
 PART = Part(
     name="keys",
     header="masks/key_bits.cuh",
     struct="KeyBits",
     params=(),
-    arrays=(MaskArray("key_mask", "bool", 1, _misfit, lambda values, extents: None, bits="keys"),),
+    arrays=(MaskArray("key_mask", "bool", 1, _misfit, lambda values, extents: None, of="keys", cut=cut, bits=True),),
     asked=lambda asked: {} if "key_mask" in asked.shapes else None,
     visible=lambda scene, rows, keys: scene.arrays["key_mask"][:, None, None, keys],
     key_range=lambda scene, q0, q1: (0, scene.keys),

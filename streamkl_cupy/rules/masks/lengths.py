@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .interface import Bools, Extents, Indices, MaskArray, Part, Range, Scene, Shape
@@ -18,6 +20,11 @@ def check_lengths(name: str, lengths: Indices, most: int, what: str) -> None:
     if lengths.size and not (lengths.min() >= 0 and lengths.max() <= most):
         worst = int(np.argmax((lengths < 0) | (lengths > most)))
         raise ValueError(f"{name}[{worst}] is {lengths.flat[worst]}; allowed are 0 to {most}, the number of {what}")
+
+
+def cut(lengths: Any, start: int, stop: int) -> Any:
+    """Of an array of any library."""
+    return (lengths - start).clip(0, stop - start)
 
 
 def _visible(scene: Scene, rows: Indices, keys: Indices) -> Bools:
@@ -42,6 +49,8 @@ PART = Part(
             0,
             misfit,
             lambda lengths, extents: check_lengths("key_lengths", lengths, extents.keys, "keys"),
+            of="keys",
+            cut=cut,
         ),
     ),
     asked=lambda asked: {} if "key_lengths" in asked.shapes else None,

@@ -111,6 +111,7 @@ PART = Part(
     key_range=lambda scene, q0, q1: (0, scene.keys),
     full=lambda scene, q0, q1, k0, k1: True,
     check=_check,
-    packing=Packing("bnhd", _check_inputs, lambda given: given["cu_seqlens_q"][0] - 1, _segments),
+    cut_once=True,
+    packing=Packing("bnhd", BOUNDS, _check_inputs, lambda given: given["cu_seqlens_q"][0] - 1, _segments),
     beside=("window",),
 )

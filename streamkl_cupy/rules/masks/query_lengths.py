@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .causal import LEAST_ROWS
 from .interface import Bools, Indices, MaskArray, Part, Range, Scene
-from .lengths import check_lengths, misfit
+from .lengths import check_lengths, cut, misfit
 
 
 def _visible(scene: Scene, rows: Indices, keys: Indices) -> Bools:
@@ -29,6 +29,8 @@ PART = Part(
             0,
             misfit,
             lambda lengths, extents: check_lengths("query_lengths", lengths, extents.queries, "query rows"),
+            of="queries",
+            cut=cut,
         ),
     ),
     asked=lambda asked: {} if "query_lengths" in asked.shapes else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .causal import LEAST_ROWS
 from .interface import Extents, MaskArray, Part, Range, Scene, Shape
+from .keys import cut
 
 
 def _misfit(shape: Shape, extents: Extents) -> str:
@@ -21,7 +22,9 @@ PART = Part(
     header="masks/query_bits.cuh",
     struct="QueryBits",
     params=(),
-    arrays=(MaskArray("query_mask", "bool", 1, _misfit, lambda values, extents: None, bits="queries"),),
+    arrays=(
+        MaskArray("query_mask", "bool", 1, _misfit, lambda values, extents: None, of="queries", cut=cut, bits=True),
+    ),
     asked=lambda asked: {} if "query_mask" in asked.shapes else None,
     visible=lambda scene, rows, keys: scene.arrays["query_mask"][:, None, rows],
     key_range=_key_range,
