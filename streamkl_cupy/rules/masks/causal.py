@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from . import diagonal
+from .diagonal import OPTIONS, band_of, cut, from_ends, last_key, narrowed
 from .interface import Asked, Part
 
 # Rows of a block: below this many its products are short, and threads would share more of them.
@@ -12,7 +12,7 @@ LEAST_ROWS = 256
 
 
 def _asked(asked: Asked) -> Mapping[str, int] | None:
-    band, extents = diagonal.band_of(asked), asked.extents
+    band, extents = band_of(asked), asked.extents
     if not band.one_sided or band.right < 0:
         return None
     # Beyond these ends nothing changes any more, and 32-bit kernel arithmetic is safe.
@@ -32,9 +32,9 @@ PART = Part(
     registers=0,
     knows_queries=True,
     tallest=lambda mask, rows: max(rows // 16, LEAST_ROWS),
-    options=diagonal.OPTIONS,
-    narrowed=diagonal.narrowed,
-    cut=diagonal.cut,
-    last_key=diagonal.last_key,
-    from_ends=diagonal.from_ends,
+    options=OPTIONS,
+    narrowed=narrowed,
+    cut=cut,
+    last_key=last_key,
+    from_ends=from_ends,
 )

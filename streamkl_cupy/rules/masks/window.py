@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...problem import MaskSpec
-from . import diagonal
+from .diagonal import OPTIONS, band_of, cut, from_ends, narrowed
 from .interface import Asked, Bools, Indices, Part, Range, Scene
 
 LEAST_ROWS = 128  # of a block
 
 
 def _asked(asked: Asked) -> Mapping[str, int] | None:
-    band = diagonal.band_of(asked)
+    band = band_of(asked)
     return None if band.one_sided else {"left": band.left, "right": band.right, "q_offset": band.offset}
 
 
@@ -56,8 +56,8 @@ PART = Part(
     full=_full,
     knows_queries=True,
     tallest=_tallest,
-    options=diagonal.OPTIONS,
-    narrowed=diagonal.narrowed,
-    cut=diagonal.cut,
-    from_ends=diagonal.from_ends,
+    options=OPTIONS,
+    narrowed=narrowed,
+    cut=cut,
+    from_ends=from_ends,
 )
