@@ -23,7 +23,7 @@ from .engine import Engine, Launching, call_of
 from .groups import ranks_of
 from .job import Job
 from .joining import warmup as warm_joining
-from .library import library_of
+from .libraries import LIBRARIES, library_of
 from .ranks import LocalRank
 from .setup import (
     Asked,
@@ -118,10 +118,10 @@ def attention_kl(
     inputs = (teacher_q, teacher_k, student_q, student_k)
     library = library_of("student_q", student_q)
     asked = Asked(strategy, ownership, head_groups, (), reduction, keep_gathered, asked_of(row_weight))
-    if library == "jax" and not isinstance(group, LocalRank):
+    if LIBRARIES[library].programs and not isinstance(group, LocalRank):
         return _in_shard_map(inputs, plain("attention_kl", options), asked, axis_name, (row_weight, return_lse))
     ranks = ranks_of(group, library)
-    if library == "torch":
+    if LIBRARIES[library].autograd:
         from .torch import rows, total, wanted_by_autograd
 
         asked = asked._replace(wrt=wanted_by_autograd(inputs))
@@ -431,7 +431,7 @@ def reduced(job: Job, kl: Any, lse: Any, weight: Any, reduction: str, add: Calla
 
 def _engine(library: str) -> Engine:
     """What computes a block of arrays of a library."""
-    if library != "jax":
+    if not LIBRARIES[library].programs:
         return _LAUNCHING
     from .jax import Traced
 

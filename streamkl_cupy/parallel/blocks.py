@@ -18,7 +18,7 @@ import numpy as np
 from ..options import Options
 from ..rules import masks
 from ..rules.masks import Asked, Cutting, Extents, MaskArray, Packing, Part
-from .library import Library, library_of
+from .libraries import library_named, library_of
 from .shards import Run, Runs, length, starts_of
 
 
@@ -209,7 +209,7 @@ class Whole:
         for name, start, stops in zip(packing.bounds, (q0, k0), ends, strict=True):
             like = self.masks[name]
             bounds = np.array([0, *(stop - start for stop in stops)], np.int32)
-            options[name] = Library(library_of(name, like)).made(bounds, like)
+            options[name] = library_named(library_of(name, like)).made(bounds, like)
         return Block((q0, q1), (k0, k1), options)
 
 

@@ -15,7 +15,7 @@ from ..results import KLForwardRows
 from .engine import KEYS, NAMES, QUERIES
 from .job import Job, Piece, heads_of, named, parts_of, saved_rows
 from .joining import joined, over
-from .library import at
+from .libraries import at
 from .shards import Runs
 
 Arriving = Callable[[], list[Any]]
@@ -222,7 +222,7 @@ def _gradients(
         whole, parts = sums[k].total(arrays[k], arrays[k].shape[axis])
         if k in KEYS:
             parts += [(at(axis, part), xs[k]) for part, xs in arrived if part is not None]
-        grads[k] = library.settled(whole, parts, arrays[k].dtype)
+        grads[k] = library.added_up(whole, parts, arrays[k].dtype)
     return grads
 
 
@@ -230,4 +230,4 @@ def _part(job: Job, sums: Sums, like: Any, where: slice | None) -> Any:
     """A part of sums in float32, to be sent."""
     assert where is not None
     whole, parts = sums.total(like, where.stop - where.start, where.start)
-    return job.library.settled(whole, parts, whole.dtype)
+    return job.library.added_up(whole, parts, whole.dtype)

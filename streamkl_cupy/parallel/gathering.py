@@ -6,7 +6,7 @@ from typing import Any
 
 from ..arguments import integer
 from .groups import ranks_of
-from .library import library_of
+from .libraries import LIBRARIES, library_of
 from .moving import gathered
 from .setup import LIMIT, agreed_shards
 from .shards import Runs
@@ -51,7 +51,7 @@ def gather(x: Any, axis: int, *, group: Any = None, ownership: Any = "zigzag") -
             while len(ranks.jobs) >= LIMIT:
                 ranks.jobs.pop(next(iter(ranks.jobs)), None)
             ranks.jobs[key] = owners
-    if library == "torch":
+    if LIBRARIES[library].autograd:
         from .torch import gathered_by_autograd
 
         return gathered_by_autograd(ranks, x, axis, owners)

@@ -18,7 +18,7 @@ from ..rules.divergences import DIVERGENCES
 from ..rules.divergences.interface import Divergence, Merging
 from .blocks import Whole
 from .engine import NAMES, QUERIES, Engine, call_of
-from .library import Library, at
+from .libraries import Library, at
 from .ranks import Pending, Ranks
 from .shards import Run, Runs, in_order, length, starts_of
 from .states import merging_of
@@ -177,10 +177,8 @@ class Job:
 
     def cut(self, x: Any, where: slice) -> Any:
         """Some rows or keys of an array."""
-        axis, start, size = self.axes.rows, where.start, where.stop - where.start
-        if size == x.shape[axis]:
-            return x
-        return x.narrow(axis, start, size) if self.library.name == "torch" else x[at(axis, where)]
+        axis = self.axes.rows
+        return x if where.stop - where.start == x.shape[axis] else self.library.cut(x, axis, where)
 
     def arrays(self, inputs: Sequence[Any], call: Piece) -> tuple[Any, ...]:
         """The operands of a call."""

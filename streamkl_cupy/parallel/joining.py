@@ -19,7 +19,7 @@ from ..launch import in_context
 from ..results import KLForwardRows
 from ..rules.divergences.interface import Divergence
 from .job import Job
-from .library import at
+from .libraries import at
 from .shards import Runs
 from .states import numbers_of
 
@@ -72,7 +72,7 @@ def merged(job: Job, given: Sequence[Any], owners: tuple[Runs, ...]) -> KLForwar
 
 
 def _by_kernel(job: Job, x: Any) -> bool:
-    return job.library.name == "cupy" or (job.library.name == "torch" and bool(x.is_cuda))
+    return job.library.on_gpu(x)
 
 
 def warmup(index: int, divergence: Divergence) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .library import Library, at, library_of
+from .libraries import at, library_named, library_of
 from .ranks import Ranks
 from .shards import Runs, in_order, length
 
 
 def gathered(ranks: Ranks, x: Any, axis: int, owners: tuple[Runs, ...]) -> Any:
     """The whole array."""
-    library, longest = Library(library_of("x", x)), max(map(length, owners))
+    library, longest = library_named(library_of("x", x)), max(map(length, owners))
     if x.shape[axis] < longest:
         out = library.full(x, (*x.shape[:axis], longest, *x.shape[axis + 1 :]), x.dtype)
         x = library.put(out, at(axis, slice(0, x.shape[axis])), x)
@@ -20,7 +20,7 @@ def gathered(ranks: Ranks, x: Any, axis: int, owners: tuple[Runs, ...]) -> Any:
 
 def scattered(ranks: Ranks, grad: Any, axis: int, owners: tuple[Runs, ...]) -> Any:
     """This rank's part of the sum over ranks of gradients of the whole array."""
-    library, longest = Library(library_of("grad", grad)), max(map(length, owners))
+    library, longest = library_named(library_of("grad", grad)), max(map(length, owners))
     wide = library.cast(grad, "float64" if "float64" in str(grad.dtype) else "float32")
     shape = (ranks.size, *grad.shape[:axis], longest, *grad.shape[axis + 1 :])
     sent = library.full(grad, shape, wide.dtype)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from .library import Library, library_of
+from .libraries import library_named, library_of
 
 _T = TypeVar("_T")
 Pending = Callable[[], Any]
@@ -159,7 +159,7 @@ class LocalRank(Known):
         self.key = (id(world), rank)
 
     def all_gather(self, x: Any) -> Pending:
-        found = Library(library_of("x", x)).stacked(self._world.swap(self.rank, x))
+        found = library_named(library_of("x", x)).stacked(self._world.swap(self.rank, x))
         return lambda: found
 
     def reduce_scatter(self, x: Any) -> Pending:
@@ -169,7 +169,7 @@ class LocalRank(Known):
         return lambda: total
 
     def all_to_all(self, x: Any) -> Any:
-        return Library(library_of("x", x)).stacked([part[self.rank] for part in self._world.swap(self.rank, x)])
+        return library_named(library_of("x", x)).stacked([part[self.rank] for part in self._world.swap(self.rank, x)])
 
     def all_reduce(self, x: Any) -> Any:
         return self._total(self._world.swap(self.rank, x))
@@ -202,4 +202,4 @@ class LocalRank(Known):
 
 def _taken(x: Any, into: Any) -> Any:
     """What has been sent, in the room for it."""
-    return Library(library_of("x", x)).put(into, (...,), x)
+    return library_named(library_of("x", x)).put(into, (...,), x)

@@ -23,7 +23,7 @@ from ..validate import wanted, weights
 from .blocks import Whole
 from .engine import KEYS, NAMES, QUERIES, Engine, Launching
 from .job import MERGING, STRATEGIES, Axes, Job
-from .library import Library, library_of, library_of_type
+from .libraries import LIBRARIES, known, library_named, library_of, library_of_type
 from .ranks import Ranks
 from .shards import OWNERSHIPS, Ownership, Runs, check_owned, length, owned
 from .traffic import traffic
@@ -243,8 +243,8 @@ def planned(rank: int, size: int, inputs: Sequence[Any], call: Plain, asked: Ask
     strategy, groups, why = _chosen(size, inputs, axes, call, asked, owners)
     whole = Whole(size * rows, size * keys, call.options, call.masks, call.given).read()
     ranks: Any = Anyone(rank, size)
-    library = Library("numpy")
-    posts = not any(type(x).__module__.partition(".")[0].startswith("jax") for x in inputs)
+    library = library_named("numpy")
+    posts = not any(LIBRARIES[x].programs for x in map(known, map(type, inputs)) if x)
     early = posts and _early(inputs, whole, strategy, owners)
     return Job(ranks, Launching(), library, whole, *owners, axes, strategy, groups, early), why
 
@@ -265,7 +265,7 @@ def _early(inputs: Sequence[Any], whole: Whole, strategy: str, owners: tuple[tup
 def _job(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, axes: Axes, agreed: _Agreed) -> Job:
     rows, keys = (sum(map(length, x)) for x in (agreed.rows, agreed.keys))
     whole = Whole(rows, keys, call.options, call.masks, call.given).read()
-    library = Library(library_of("student_q", inputs[2]))
+    library = library_named(library_of("student_q", inputs[2]))
     early = ranks.posts and _early(inputs, whole, agreed.strategy, (agreed.rows, agreed.keys))
     return Job(ranks, engine, library, whole, agreed.rows, agreed.keys, axes, agreed.strategy, agreed.groups, early)
 
@@ -383,7 +383,8 @@ def _check_whole(
         whole.append(SimpleNamespace(shape=tuple(map(int, shape)), dtype=x.dtype))
     given = {**call.given, **{name: getattr(call.options, name) for name in _POSITIONAL}, **call.masks}
     stand_ins = {name: SimpleNamespace(shape=tuple(x.shape), dtype=x.dtype) for name, x in call.masks.items()}
-    device = describe("student_q", inputs[2]).device if library_of("student_q", inputs[2]) != "jax" else None
+    in_programs = LIBRARIES[library_of("student_q", inputs[2])].programs
+    device = None if in_programs else describe("student_q", inputs[2]).device
     calls.Call.of(ATTENTION_KL, tuple(whole), {**given, **stand_ins}).problem(device)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arguments import a_kind_of
-from .library import Library, at, library_of
+from .libraries import Library, at, library_named, library_of
 
 Run = tuple[int, int]
 Runs = tuple[Run, ...]
@@ -90,7 +90,7 @@ def shard(x: Any, axis: int, rank: int, size: int, ownership: Any = "zigzag") ->
     """
     axis %= x.ndim
     runs = owned(x.shape[axis], size, ownership)[rank]
-    library = Library(library_of("x", x))
+    library = library_named(library_of("x", x))
     return library.joined([x[at(axis, slice(*run))] for run in runs] or [x[at(axis, slice(0, 0))]], axis)
 
 
@@ -103,7 +103,7 @@ def unshard(parts: Sequence[Any], axis: int, ownership: Any = "zigzag") -> Any:
         ownership: As for `positions`.
     """
     axis %= parts[0].ndim
-    library = Library(library_of("parts", parts[0]))
+    library = library_named(library_of("parts", parts[0]))
     total = sum(x.shape[axis] for x in parts)
     return in_order(library, parts, axis, owned(total, len(parts), ownership))
 

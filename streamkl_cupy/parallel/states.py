@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..results import KLForward
 from ..rules.divergences import DIVERGENCES
 from ..rules.divergences.interface import Merging
-from .library import Library, library_of
+from .libraries import library_named, library_of
 
 OF = "kl"
 """The divergence that these states are of, which is what their names say."""
@@ -54,7 +54,7 @@ class KLState(NamedTuple):
 
 def numbers_of(rows: Any) -> tuple[Any, ...]:
     """The numbers of the states that a call with some of their keys has left of rows as their moments."""
-    xp = Library(library_of("kl", rows.kl)).xp
+    xp = library_named(library_of("kl", rows.kl)).xp
     empty = rows.teacher_lse == -math.inf
     numbers = (rows.moments[..., i] for i in range(rows.moments.shape[-1]))
     return tuple(xp.where(empty, -math.inf if i < 2 else 0.0, x) for i, x in enumerate(numbers))
@@ -99,7 +99,7 @@ def merge_kl_states(*states: KLState) -> KLState:
         raise TypeError(
             f"states have arrays of {' and '.join(sorted(libraries))}; allowed is one library: convert them"
         )
-    xp = Library(libraries.pop()).xp
+    xp = library_named(libraries.pop()).xp
     return KLState(*_MERGING.merge(xp, states))
 
 
@@ -124,5 +124,5 @@ def finish_kl_state(state: KLState) -> KLForward[Any]:
         raise TypeError(
             f"state is {type(state).__name__}; allowed is a result of attention_kl_state or merge_kl_states"
         )
-    xp = Library(library_of("state", state.teacher_reference)).xp
+    xp = library_named(library_of("state", state.teacher_reference)).xp
     return KLForward(*_MERGING.finish(xp, state))
