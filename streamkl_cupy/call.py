@@ -277,7 +277,7 @@ class Ready:
             view = like._replace(dtype=dtype, shape=shape, strides=strides, array=whole)
             return checked.op.Results(*[view._replace(name=x, ptr=first + i * step) for i, x in enumerate(rows)])
 
-        self._launch(checked.workspace_bytes, (first,), partial(self._run_forward, outputs))
+        self._launch(checked.workspace_bytes, (first,), outputs)
         return whole
 
     def empty_results(self) -> Results:
@@ -289,28 +289,29 @@ class Ready:
 
     def launch(self, outputs: Results) -> None:
         """Launch into `outputs`, with the workspace that the plan asks for, from the caller's allocator."""
-        run = partial(self._run_forward, lambda: outputs)
-        self._launch(self.checked.workspace_bytes, [x and x.ptr for x in outputs], run)
+        self._launch(self.checked.workspace_bytes, [x and x.ptr for x in outputs], lambda: outputs)
 
-    def _run_forward(self, outputs: Callable[[], Results], stream: int, workspace: int, **how: Any) -> None:
-        inputs, masks, _ = self.views
-        self.checked.runner.forward(inputs, outputs(), stream, workspace, masks, **how)
-
-    def _launch(self, size: int, results: Iterable[int | None], run: Callable[..., None]) -> None:
-        """Have the runner `run(stream, workspace)` with so many bytes of workspace, under a key where the call looks
-        like one before; or what it has launched for these addresses again. `results` are those of what it writes."""
+    def _launch(
+        self, size: int, results: Iterable[int | None], outputs: Callable[[], Any], backward: bool = False
+    ) -> None:
+        """Run the forward or the backward with so many bytes of workspace, under a key where the call looks like one
+        before; or what has been launched for these addresses again. `results` are those of the outputs."""
         like, look = self.like, self._look
         framework, workspace = FRAMEWORKS[like.framework], 0
         if size:
             memory = framework.empty(like, (size // 4,), "float32")
             workspace = memory.ptr
         stream = framework.stream(like.device) if like.device.kind == "cuda" else 0
-        if look is None:
-            run(stream, workspace)
-            return
-        key = (look.number, workspace, *self._addresses, *results)
-        if not look.runner.again(key, stream):
-            run(stream, workspace, key=key)
+        how: dict[str, Any] = {}
+        if look is not None:
+            how["key"] = key = (look.number, workspace, *self._addresses, *results)
+            if look.runner.again(key, stream):
+                return
+        runner, (inputs, masks, saved) = self.checked.runner, self.views
+        if backward:
+            runner.backward(inputs, cast("Saved", saved), outputs(), stream, workspace, masks, **how)
+        else:
+            runner.forward(inputs, outputs(), stream, workspace, masks, **how)
 
     def backward(self, wrt: tuple[str, ...]) -> tuple[Any, ...]:
         """Allocate the gradients named in `wrt` and launch; None for the others."""
@@ -325,12 +326,7 @@ class Ready:
                 for name, found in checked.gradients.items()
             ]
         )
-
-        def run(stream: int, workspace: int, **how: Any) -> None:
-            inputs, masks, saved = self.views
-            checked.runner.backward(inputs, cast("Saved", saved), outputs, stream, workspace, masks, **how)
-
-        self._launch(size, [x and x.ptr for x in outputs], run)
+        self._launch(size, [x and x.ptr for x in outputs], lambda: outputs, backward=True)
         if like.framework not in frameworks.OWN:
             inputs, masks, saved = self.views
             frameworks.hold((*inputs, *(saved or ()), *(masks or {}).values()))

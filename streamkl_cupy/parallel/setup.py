@@ -212,9 +212,11 @@ def agreed_shards(ranks: Ranks, x: Any, axis: int, ownership: Any) -> tuple[Runs
 
 def job_without_exchange(ranks: Ranks, engine: Engine, inputs: Sequence[Any], call: Plain, asked: Asked) -> Job:
     """The same where all ranks run one program, so that shapes and options are equal, and arrays have no values yet."""
-    if packed := [name for name in call.masks if name.startswith("cu_seqlens")]:
+    packed = packing(call.masks)
+    if packed is not None:
+        first = next(name for name in call.masks if name in packed.bounds)
         raise NotImplementedError(
-            f"{packed[0]} is not built inside of shard_map: which calls a rank makes depends on bounds, which have no "
+            f"{first} is not built inside of shard_map: which calls a rank makes depends on bounds, which have no "
             f"values there. A batch of padded sequences with key_lengths and query_lengths is; with PyTorch, packed "
             f"sequences are too"
         )

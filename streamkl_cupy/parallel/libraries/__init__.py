@@ -17,8 +17,12 @@ __all__ = ["LIBRARIES", "Library", "at", "known", "library_named", "library_of",
 LIBRARIES: Final[dict[str, type[Library]]] = entries_of(__name__, __path__, "LIBRARY", ("base",))
 
 
+_of_types: dict[type, str] = {}
+"""Of arrays that there have been."""
+
+
 def known(kind: type) -> str | None:
-    """The library of arrays of a type, by where that lives, tracers and subclasses too; None of stand-ins and others."""
+    """The library of arrays of a type, by where it lives, tracers' and subclasses' too; None of stand-ins and others."""
     for ancestor in kind.__mro__:
         root = ancestor.__module__.partition(".")[0].replace("jaxlib", "jax")
         if root in LIBRARIES:
@@ -34,12 +38,13 @@ def library_of_type(name: str, kind: type) -> str:
             f"{name} is {kind.__name__}; allowed are arrays of {', '.join(LIBRARIES)}: sharded calls are built for "
             f"these"
         )
+    _of_types[kind] = found
     return found
 
 
 def library_of(name: str, x: Any) -> str:
     """The same of an array."""
-    return library_of_type(name, type(x))
+    return _of_types.get(type(x)) or library_of_type(name, type(x))
 
 
 @lru_cache(maxsize=len(LIBRARIES))

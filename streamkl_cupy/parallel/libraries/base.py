@@ -23,10 +23,8 @@ class Library:
 
     def __init__(self) -> None:
         self.xp: Any = sys.modules[self.module or self.name]
-
-    def kind(self, dtype: Any) -> Any:
-        """A dtype by name or one of the library's own."""
-        return getattr(self.xp, dtype) if isinstance(dtype, str) else dtype
+        self.dtypes = {name: getattr(self.xp, name) for name in ("float32", "float64")}
+        """By name; whoever has a dtype of the library's own gives that."""
 
     def on_gpu(self, x: Any) -> bool:
         """Whether kernels can be launched on it."""
@@ -34,11 +32,11 @@ class Library:
 
     def full(self, like: Any, shape: Sequence[int], dtype: Any, value: float = 0.0) -> Any:
         """A new array on the device of `like`."""
-        return self.xp.full(tuple(shape), value, self.kind(dtype))
+        return self.xp.full(tuple(shape), value, self.dtypes.get(dtype, dtype))
 
     def empty(self, like: Any, shape: Sequence[int], dtype: Any) -> Any:
         """The same, of which everything is still to be written."""
-        return self.xp.empty(tuple(shape), self.kind(dtype))
+        return self.xp.empty(tuple(shape), self.dtypes.get(dtype, dtype))
 
     def made(self, x: Any, like: Any) -> Any:
         """An array of NumPy's as one on the device of `like`."""
@@ -58,7 +56,7 @@ class Library:
 
     def cast(self, x: Any, dtype: Any) -> Any:
         """The array in another dtype."""
-        kind = self.kind(dtype)
+        kind = self.dtypes.get(dtype, dtype)
         return x if x.dtype == kind else x.astype(kind)
 
     def put(self, out: Any, index: tuple[Any, ...], x: Any) -> Any:

@@ -18,10 +18,10 @@ class Torch(Library):
         return bool(x.is_cuda)
 
     def full(self, like: Any, shape: Sequence[int], dtype: Any, value: float = 0.0) -> Any:
-        return self.xp.full(tuple(shape), value, dtype=self.kind(dtype), device=like.device)
+        return self.xp.full(tuple(shape), value, dtype=self.dtypes.get(dtype, dtype), device=like.device)
 
     def empty(self, like: Any, shape: Sequence[int], dtype: Any) -> Any:
-        return self.xp.empty(tuple(shape), dtype=self.kind(dtype), device=like.device)
+        return self.xp.empty(tuple(shape), dtype=self.dtypes.get(dtype, dtype), device=like.device)
 
     def made(self, x: Any, like: Any) -> Any:
         return self.xp.asarray(x, device=like.device)
@@ -30,7 +30,7 @@ class Torch(Library):
         return x.narrow(axis, where.start, where.stop - where.start)
 
     def cast(self, x: Any, dtype: Any) -> Any:
-        return x.to(self.kind(dtype))
+        return x.to(self.dtypes.get(dtype, dtype))
 
     def add(self, out: Any, index: tuple[Any, ...], x: Any) -> Any:
         out[index] += x

@@ -14,9 +14,10 @@ from .interface import Array, Divergence, Scratch, Terms
 class Rows(overlap.Rows):
     """Row state of one block."""
 
-    def value(self) -> Array:
-        pp, pq, qq = self.terms[:3]  # what they are relative to cancels
-        return np.asarray(1 - pq / (np.sqrt(pp) * np.sqrt(qq)))
+    @staticmethod
+    def value(xp: Any, l_t: Any, l_s: Any, *terms: Any) -> Any:
+        pp, pq, qq = terms  # what they are relative to cancels
+        return 1 - pq / (xp.sqrt(pp) * xp.sqrt(qq))
 
 
 def tile_gradients(

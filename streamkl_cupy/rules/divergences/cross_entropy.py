@@ -7,6 +7,8 @@ Of tiles, with the sums of `sums.py`:
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .interface import Array, Divergence, Scratch, Terms, Weighing
@@ -24,8 +26,9 @@ class Rows(Sums):
 
     own = (Term("p", _student, lambda x, m: m.shrink_t * (x - m.d_s * m.l_t)),)
 
-    def value(self) -> Array:
-        return np.asarray(LN2 * (np.log2(self.l_s) - self.terms[0] / self.l_t))
+    @staticmethod
+    def value(xp: Any, l_t: Any, l_s: Any, *terms: Any) -> Any:
+        return LN2 * (xp.log2(l_s) - terms[0] / l_t)
 
 
 def tile_gradients(

@@ -15,10 +15,6 @@ from .interface import Array, Divergence, Scratch, Terms, Weighing
 from .sums import LN2, Sums, Term, merging, relative_gradients
 
 
-def _value(xp: Any, l_t: Any, l_s: Any, term: Any) -> Any:
-    return LN2 * (term / l_t + xp.log2(l_s / l_t))
-
-
 class Rows(Sums):
     """Row state of one block."""
 
@@ -28,8 +24,9 @@ class Rows(Sums):
         ),
     )
 
-    def value(self) -> Array:
-        return np.asarray(_value(np, self.l_t, self.l_s, self.terms[0]))
+    @staticmethod
+    def value(xp: Any, l_t: Any, l_s: Any, *terms: Any) -> Any:
+        return LN2 * (terms[0] / l_t + xp.log2(l_s / l_t))
 
 
 def tile_gradients(
@@ -73,5 +70,5 @@ DIVERGENCE = Divergence(
     row_gradients=row_gradients,
     row_magnitudes=row_magnitudes,
     weighing=Weighing(0),
-    merging=merging(Rows.own, _value),
+    merging=merging(Rows),
 )

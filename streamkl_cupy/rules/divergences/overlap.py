@@ -31,15 +31,19 @@ class Rows(Sums):
         super().absorb(u, v, visible, scratch)
         self.terms[1] = np.where(bad.any(axis=-1), np.nan, self.terms[1])
 
-    def moments(self) -> tuple[Array, Array, Array]:
-        pp, pq, qq = self.terms[:3]
-        return pp / self.l_t**2, pq / (self.l_t * self.l_s), qq / self.l_s**2
+    @staticmethod
+    def moments(l_t: Any, l_s: Any, *terms: Any) -> tuple[Any, Any, Any]:
+        """Of sums and terms."""
+        pp, pq, qq = terms
+        return pp / l_t**2, pq / (l_t * l_s), qq / l_s**2
 
     def finish(self, teacher_offset: Array | float, student_offset: Array | float) -> RowResults:
         """Results of rows whose logits lack so much in base 2."""
         rows = super().finish(teacher_offset, student_offset)
         fine = np.isfinite(rows.teacher_lse)[..., None]
-        moments = np.where(fine, np.stack(self.moments(), axis=-1), rows.value[..., None])  # 0, or NaN
+        moments = np.where(
+            fine, np.stack(self.moments(self.l_t, self.l_s, *self.terms[:3]), axis=-1), rows.value[..., None]
+        )  # 0, or NaN
         return rows._replace(moments=moments)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from . import kl
@@ -18,8 +20,9 @@ class Rows(Sums):
         ),
     )
 
-    def value(self) -> Array:
-        return np.asarray(LN2 * (self.terms[0] / self.l_s + np.log2(self.l_t / self.l_s)))
+    @staticmethod
+    def value(xp: Any, l_t: Any, l_s: Any, *terms: Any) -> Any:
+        return LN2 * (terms[0] / l_s + xp.log2(l_t / l_s))
 
 
 def _swapped(rows: Terms) -> Terms:

@@ -14,9 +14,10 @@ from .interface import Array, Divergence, Scratch, Terms
 class Rows(overlap.Rows):
     """Row state of one block."""
 
-    def value(self) -> Array:
-        pp, pq, qq = self.moments()
-        return np.asarray((pp - pq) + (qq - pq))
+    @staticmethod
+    def value(xp: Any, l_t: Any, l_s: Any, *terms: Any) -> Any:
+        pp, pq, qq = overlap.Rows.moments(l_t, l_s, *terms)
+        return (pp - pq) + (qq - pq)
 
 
 def tile_gradients(

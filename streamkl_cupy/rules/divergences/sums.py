@@ -112,13 +112,14 @@ class Sums(ABC):
         """The state itself, (..., k): references, sums and terms, as kernels store it."""
         return np.stack([self.r_t, self.r_s, self.l_t, self.l_s, *self.terms], axis=-1)
 
+    @staticmethod
     @abstractmethod
-    def value(self) -> Array:
-        """Of rows that have seen a key, nats."""
+    def value(xp: Any, l_t: Any, l_s: Any, *terms: Any) -> Any:
+        """Of the sums of rows that have seen a key, nats, with the functions of any array library."""
 
     def finish(self, teacher_offset: Array | float, student_offset: Array | float) -> RowResults:
         """Results of rows whose logits lack so much in base 2."""
-        value = self.value()
+        value = self.value(np, self.l_t, self.l_s, *self.terms[: len(self.own)])
         lse_t, lse_s = LN2 * self.r_t + np.log(self.l_t), LN2 * self.r_s + np.log(self.l_s)
         lse_t, lse_s = lse_t + LN2 * teacher_offset, lse_s + LN2 * student_offset
         fine = np.isfinite(value) & np.isfinite(lse_t) & np.isfinite(lse_s)
@@ -136,13 +137,13 @@ UNSEEN = -1e30
 """A reference of logits before any key, in memory."""
 
 
-def merging(terms: tuple[Term, ...], value: Callable[..., Any]) -> Merging:
-    """Of states that are references, sums and these terms; `value` is (xp, l_t, l_s, *terms) -> nats.
+def merging(rows: type[Sums]) -> Merging:
+    """Of states that are references, sums and the terms of a row state.
 
     What is empty is told apart before anything is subtracted: differences of infinities are NaN.
     """
-    unseen = (UNSEEN, UNSEEN, *(0.0,) * (2 + len(terms)))
-    return Merging(unseen, functools.partial(_merged, terms), functools.partial(_finished, value))
+    unseen = (UNSEEN, UNSEEN, *(0.0,) * (2 + len(rows.own)))
+    return Merging(unseen, functools.partial(_merged, rows.own), functools.partial(_finished, rows.value))
 
 
 def _merged(own: tuple[Term, ...], xp: Any, states: Sequence[Numbers]) -> Numbers:
