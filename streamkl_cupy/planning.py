@@ -7,15 +7,15 @@ so a bug report that holds `print(plan(...))` explains itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
 import numpy as np
 
-from .kernels import JOINS, KERNELS, SAVED_ROWS, combine, mask_bits
-from .kernels.base import Kernel, KernelPlan, MadeRows, TileRow, Work, shared
+from .kernels import JOINS, SAVED_ROWS, choose, chosen, combine, mask_bits
+from .kernels.base import Candidate, KernelPlan, MadeRows, TileRow, Work, shared
 from .kernels.gpus import DeviceFacts
 from .kernels.gpus import facts_for_arch as facts_for_arch
 from .kernels.mask_bits import PackedMask
@@ -360,33 +360,20 @@ def _unsplit_plan(problem: Problem, facts: DeviceFacts) -> Plan:
     )
 
 
-def _chosen(work: Work, facts: DeviceFacts) -> tuple[tuple[Kernel[TileRow], TileRow] | None, dict[str, str]]:
-    """The first kernel that does the work with its tile, if any, and why those before it do not, by family."""
-    refusals: dict[str, str] = {}
-    for kernel in KERNELS[work.task.kind]:
-        tile, reason = kernel.choice(work, facts)
-        if tile is not None:
-            return (kernel, tile), refusals
-        refusals[kernel.family] = reason
-    return None, refusals
-
-
-def _joined(refusals: dict[str, str]) -> str:
-    return "; ".join(f"not {name}: {reason}" for name, reason in refusals.items())
+def _joined(refusals: Mapping[Candidate[Work, TileRow], str]) -> str:
+    return "; ".join(f"not {kernel.family}: {reason}" for kernel, reason in refusals.items())
 
 
 def _alone(work: Work, facts: DeviceFacts) -> KernelPlan:
     """A forward or the gradient of one input, which every supported GPU can do."""
-    found, refusals = _chosen(work, facts)
-    if found is None:
-        raise NotImplementedError(list(refusals.values())[-1])
-    kernel, tile = found
-    return kernel.plan(work, tile, facts, _joined(refusals))
+    kernel, tile, refusals = chosen(work.task.kind, work, facts)
+    plan: KernelPlan = kernel.plan(work, tile, facts, _joined(refusals))
+    return plan
 
 
 def _fused(work: Work, facts: DeviceFacts) -> tuple[FusedPlan | None, str]:
     """Both gradients of a side in one pass, where a kernel can, and why more capable kernels, or all, cannot."""
-    found, refusals = _chosen(work, facts)
+    found, refusals = choose(work.task.kind, work, facts)
     reason = _joined(refusals)
     if found is None:
         return None, reason

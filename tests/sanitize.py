@@ -40,14 +40,10 @@ from streamkl_cupy.indexer import plan as index_plan
 from streamkl_cupy.kernels import (
     KERNELS,
     gpus,
-    indexer_key_sm90,
-    indexer_query_sm90,
-    indexer_score_sm90,
     join_states,
     sm90,
     work_tiles,
 )
-from streamkl_cupy.kernels.indexer import IndexerKernel
 from streamkl_cupy.parallel import setup
 from streamkl_cupy.problem import INPUT_NAMES, STUDENT, Device
 from streamkl_cupy.rules.divergences import DIVERGENCES
@@ -64,7 +60,7 @@ PLANS: dict[str, Callable[..., Any]] = {
     "sparse_attention": streamkl_cupy.sparse_attention_plan,
     "indexer_kl": streamkl_cupy.indexer_kl_plan,
 }
-HOPPERS_OWN = {module: module.plan for module in (indexer_score_sm90, indexer_query_sm90, indexer_key_sm90)}
+EVERY_KERNEL = dict(KERNELS)
 
 Array = NDArray[Any]
 
@@ -267,7 +263,7 @@ class Matrix:
 
 def name_of(kernel: Any) -> str:
     """Its file, as "forward_sm90"."""
-    return kernel.name if isinstance(kernel, IndexerKernel) else Path(kernel.entry).stem
+    return Path(kernel.entry).stem
 
 
 def kernels_of_shards(case: Case, options: dict[str, Any], arch: str) -> Iterator[Any]:
@@ -355,9 +351,8 @@ def shares(rank: Any, given: list[Any], options: Mapping[str, Any]) -> tuple[Any
 
 def choose(families: str) -> None:
     """Plan with kernels of these families alone."""
-    planning.KERNELS = {kind: tuple(x for x in kernels if x.family in families) for kind, kernels in KERNELS.items()}
-    for module, plan in HOPPERS_OWN.items():
-        module.plan = plan if "sm90" in families else lambda *_: None  # type: ignore[attr-defined]
+    for kind, kernels in EVERY_KERNEL.items():
+        KERNELS[kind] = tuple(x for x in kernels if x.family in families)
     work_tiles.MIN_TILES_IN_LIST = 2  # small lists are split as long ones are
     index_plan.STRIP_BYTES, index_plan.BITS_BYTES = 1 << 16, 1 << 13  # and so are small rows
     planning.make_plan.cache_clear()
@@ -422,8 +417,7 @@ def compile_all(args: argparse.Namespace) -> None:
         for families, cases in rounds([x for x in Matrix(args.seed) if args.only in str(x)], facts.flag):
             counts.append(f"{len(cases)} with kernels of {families}")
             for kernel in itertools.chain.from_iterable(kernels_of(case, facts.flag) for case in cases):
-                arch = kernel.arch(facts) if isinstance(kernel, IndexerKernel) else kernel.arch
-                wanted.setdefault((kernel.text, arch))
+                wanted.setdefault((kernel.text, kernel.arch))
     began = time.monotonic()
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda key: nvrtc.cached_image(*key), wanted))

@@ -36,8 +36,8 @@ FAMILIES = ("sm80", "sm90")
 
 def use(monkeypatch: pytest.MonkeyPatch, *families: str) -> None:
     """Plans are made of kernels of these families only."""
-    chosen = {kind: tuple(x for x in kernels if x.family in families) for kind, kernels in KERNELS.items()}
-    monkeypatch.setattr(planning, "KERNELS", chosen)
+    for kind, kernels in KERNELS.items():
+        monkeypatch.setitem(KERNELS, kind, tuple(x for x in kernels if x.family in families))
     monkeypatch.setattr(call, "_looks", {})
     monkeypatch.setattr(call, "_checked", {})
     monkeypatch.setattr(call, "_runners", {})

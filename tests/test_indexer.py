@@ -24,28 +24,22 @@ from streamkl_cupy.compiler import nvrtc
 from streamkl_cupy.errors import CaptureError
 from streamkl_cupy.indexer import cuda, plan, problem, strips
 from streamkl_cupy.kernels import (
+    KERNELS,
+    chosen,
     indexer_bits,
-    indexer_gated,
     indexer_gated_join,
-    indexer_gated_key_sm90,
-    indexer_gated_query_sm90,
     indexer_join,
-    indexer_key_sm80,
-    indexer_key_sm90,
     indexer_pack,
-    indexer_query_sm80,
-    indexer_query_sm90,
     indexer_rows,
     indexer_scan,
-    indexer_score_sm80,
-    indexer_score_sm90,
     indexer_stream_sm90,
     indexer_sum,
     indexer_tiles,
     indexer_units,
 )
+from streamkl_cupy.kernels.base import KernelText
 from streamkl_cupy.kernels.gpus import GPUS, DeviceFacts
-from streamkl_cupy.kernels.indexer import IndexerKernel, IndexerShape
+from streamkl_cupy.kernels.indexer import ENDINGS, IndexerShape, IndexerWork, RowCut
 from streamkl_cupy.numpy_backend import indexer as backend
 from streamkl_cupy.numpy_backend.elements import narrow, widen
 from streamkl_cupy.ops import INDEXER_KL, INDEXER_TARGET
@@ -772,32 +766,38 @@ SHAPES = [
 ]
 
 
-def kernels_of(shape: IndexerShape, facts: DeviceFacts) -> list[IndexerKernel]:
+def kernels_of(shape: IndexerShape, facts: DeviceFacts) -> list[KernelText]:
+    """All that a call of the shape may run, of each task the first kernel that does it."""
     half = shape.student == "float16"  # whose gradients are of kept gates
-    endings = [ending for ending in indexer_score_sm80.ENDINGS if not (half and ending == "strip")]
-    scores = [indexer_score_sm80.plan(shape, ending, facts) for ending in endings]
-    gradients = [] if half else [indexer_query_sm80.plan(shape, facts), indexer_key_sm80.plan(shape, facts)]
-    around = [indexer_sum.plan(shape), indexer_scan.plan(shape), indexer_pack.plan(shape)]
-    around += [indexer_join.plan(True), indexer_rows.plan(), indexer_bits.plan(), indexer_units.plan()]
-    if not indexer_gated.refuses(shape, facts):
+    gradients = [task.kind for task in INDEXER_KL.gradients[:2]]
+    work = [("indexer_score", IndexerWork(shape, x)) for x in ENDINGS if not (half and x == "strip")]
+    work += [] if half else [(kind, IndexerWork(shape)) for kind in gradients]
+    around = [indexer_sum.plan(shape, facts), indexer_scan.plan(shape, facts), indexer_pack.plan(shape, facts)]
+    around += [x.plan(facts) for x in (indexer_rows, indexer_bits, indexer_units)]
+    around.append(indexer_join.plan(RowCut(2), facts, lse=True))
+    if not plan.why_no_gates(shape, facts):
         tiled = shape._replace(tiled=True)
-        gradients += [module.plan(tiled, facts) for module in (indexer_gated_query_sm90, indexer_gated_key_sm90)]
+        work += [(kind, IndexerWork(tiled)) for kind in gradients]
+        work.append(("indexer_score", IndexerWork(tiled, "strip")))
         around += [
-            indexer_gated_join.plan(tiled, facts.multiprocessors),
-            *(indexer_tiles.plan(tiled, weighted) for weighted in (False, True)),
+            indexer_gated_join.plan(tiled, facts.multiprocessors, facts),
+            *(indexer_tiles.plan(tiled, weighted, facts) for weighted in (False, True)),
         ]
-        scores.append(indexer_score_sm80.plan(tiled, "strip", facts))
-    return [*scores, *gradients, *around]
+    found = []
+    for kind, asked in work:
+        kernel, tile, _ = chosen(kind, asked, facts)
+        found.append(kernel.plan(asked, tile, facts))
+    return [*found, *around]
 
 
-def check_compiles(kernels: list[IndexerKernel], facts: DeviceFacts) -> None:
+def check_compiles(kernels: list[KernelText], facts: DeviceFacts) -> None:
     pytest.importorskip("cupy", reason="needs CuPy and the NVRTC it brings")
     for kernel in kernels:
         assert kernel.smem_bytes <= facts.smem_per_block
-        built = nvrtc.cached_build(kernel.text, kernel.arch(facts))
+        built = nvrtc.cached_build(kernel.text, kernel.arch)
         if built is None:
-            built = nvrtc.build(kernel.text, kernel.arch(facts))
-            nvrtc.keep(kernel.text, kernel.arch(facts), (), built)
+            built = nvrtc.build(kernel.text, kernel.arch)
+            nvrtc.keep(kernel.text, kernel.arch, (), built)
         assert (built.spill_bytes, built.notes) == (0, ()), (kernel, built)
 
 
@@ -818,9 +818,9 @@ def test_every_kernel_compiles(arch: str) -> None:
 def test_head_dims_that_no_tile_has_room_for() -> None:
     small = replace(GPUS["sm_86"], smem_per_block=65_536)
     with pytest.raises(NotImplementedError, match="index queries of 256 float32 columns need more shared memory"):
-        indexer_query_sm80.plan(SHAPES[-1]._replace(index_dim=256), small)
+        chosen("indexer_query", IndexerWork(SHAPES[-1]._replace(index_dim=256)), small)
     with pytest.raises(NotImplementedError, match="rotary parts of 256 columns beside 64 need more"):
-        indexer_score_sm80.plan(SHAPES[0]._replace(teacher_dim=64, rope_dim=256), "rows", small)
+        chosen("indexer_score", IndexerWork(SHAPES[0]._replace(teacher_dim=64, rope_dim=256)), small)
 
 
 class Standin:
@@ -904,14 +904,14 @@ class Driver:
     """Notes what is launched: the kernel's name, its grid, and the bytes of its arguments."""
 
     def __init__(self) -> None:
-        self.kernels: list[IndexerKernel] = []
+        self.kernels: list[KernelText] = []
         self.seen: list[tuple[Any, ...]] = []
         self.context = 64
 
     def ctxGetCurrent(self) -> int:
         return self.context
 
-    def load(self, kernel: IndexerKernel, stream: int | None) -> int:
+    def load(self, kernel: KernelText, stream: int | None) -> int:
         self.kernels.append(kernel)
         return len(self.kernels) - 1
 
@@ -999,7 +999,7 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
         k: v.double().cpu().numpy() if torch.is_tensor(v) and v.is_floating_point() else options[k]
         for k, v in there.items()
     }
-    if HOPPERS_OWN[0].plan is none_of_them:
+    if {kernel.family for kernel in KERNELS["indexer_score"]} == {"sm80"}:
         assert "_sm90" not in str(streamkl_cupy.indexer_kl_plan(*given, **there))
     rows = reference.forward(*exact, **known)
     grad = rng.standard_normal(rows.kl.shape).astype(np.float32)
@@ -1028,13 +1028,6 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
     return saved
 
 
-HOPPERS_OWN = (indexer_score_sm90, indexer_query_sm90, indexer_key_sm90)
-
-
-def none_of_them(*_: Any) -> None:
-    return None
-
-
 @pytest.fixture(params=["own", "own without gates", "own without streams", "portable"])
 def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An architecture's own kernels, where it has some, those that compute scores again, those whose blocks are one
@@ -1046,13 +1039,14 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             kept.clear()
 
     forget()
-    if request.param in ("own without gates", "portable"):
-        monkeypatch.setattr(indexer_gated, "refuses", lambda *_: "a test wants others")
-    if request.param in ("own without streams", "portable"):
-        monkeypatch.setattr(indexer_stream_sm90, "lacks", lambda *_: "a test wants others")
-    if request.param == "portable":
-        for module in HOPPERS_OWN:
-            monkeypatch.setattr(module, "plan", none_of_them)
+    unwanted: Callable[[Any], bool] = {
+        "own": lambda kernel: False,
+        "own without gates": lambda kernel: getattr(kernel, "keeps_gates", False),
+        "own without streams": lambda kernel: getattr(kernel, "streams", False),
+        "portable": lambda kernel: kernel.family == "sm90",
+    }[request.param]
+    for kind, kernels in KERNELS.items():
+        monkeypatch.setitem(KERNELS, kind, tuple(x for x in kernels if not unwanted(x)))
     yield
     forget()
 

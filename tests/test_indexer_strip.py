@@ -17,7 +17,7 @@ import pytest
 
 from streamkl_cupy.kernels import indexer_stream_sm90
 from streamkl_cupy.kernels.gpus import GPUS
-from streamkl_cupy.kernels.indexer import GRID, IndexerShape
+from streamkl_cupy.kernels.indexer import GRID, IndexerShape, IndexerWork
 from streamkl_cupy.kernels.structs import INDEXER
 from streamkl_cupy.rules import row_keys
 from streamkl_cupy.rules.row_keys import RowKeys
@@ -201,7 +201,10 @@ def test_a_tile_is_written_where_the_strip_has_it(
     B, G, heads, M, N = 2, 3, 2, 290, 780
     maps = frozenset(("TQ", "TK", "SQ", "SK"))
     shape = IndexerShape("bfloat16", "bfloat16", "float32", 64, 0, 32, True, False, False, maps, maps, tiled=True)
-    kernel = indexer_stream_sm90.plan(shape, "strip", several, N, GPUS["sm_90"])
+    work, stream = IndexerWork(shape, "strip", several, N), indexer_stream_sm90.KERNEL
+    tile, _ = stream.choice(work, GPUS["sm_90"])
+    assert tile
+    kernel = stream.plan(work, tile, GPUS["sm_90"])
     source = tmp_path / "stream.cpp"
     source.write_text(SHIM + on_host(kernel.text) + DRIVER)
     assert COMPILER

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import sanitize
 
-from streamkl_cupy.call import KINDS, OF_SIDES
 from streamkl_cupy.compiler.source import cuda_root
 from streamkl_cupy.kernels import KERNELS
 from streamkl_cupy.ops import OPS, Op
@@ -144,7 +143,7 @@ def test_an_operation_is_what_its_record_says(name: str) -> None:
     assert op.like in op.names
     assert set(op.wrt) <= {task.name for task in op.gradients} <= set(op.names)
     for task in (op.forward, *op.gradients, *op.fused):
-        assert list((ROOT / "kernels").glob(f"{task.kind}_*.cu")) if KINDS[name] is not OF_SIDES else KERNELS[task.kind]
+        assert all(kernel.kind == task.kind for kernel in KERNELS[task.kind])
         if task.side:
             assert {op.operand[result].side for result in task.results} == {task.side}
     for task in op.gradients:
@@ -175,9 +174,9 @@ def test_what_follows_from_a_record_is_known_before_anything_is_traced() -> None
 def test_a_kernel_is_a_pair_of_files() -> None:
     texts = {path.stem for path in (ROOT / "kernels").glob("*.cu")}
     modules = {name: importlib.import_module(f"streamkl_cupy.kernels.{name}") for name in sorted(texts)}
-    listed = {f"{kind}_{kernel.family}": kernel for kind, kernels in KERNELS.items() for kernel in kernels}
+    listed = {kernel.stem: kernel for kernels in KERNELS.values() for kernel in kernels}
     assert {name: module.KERNEL for name, module in modules.items() if hasattr(module, "KERNEL")} == listed
-    assert all(kernel.kind == name.rpartition("_")[0] for name, kernel in listed.items())
+    assert all(kernel.kind == kind for kind, kernels in KERNELS.items() for kernel in kernels)
 
 
 def test_sanitizers_see_every_kernel(rng: np.random.Generator) -> None:

@@ -3,6 +3,8 @@
 #pragma once
 #include "common/types.cuh"
 
+struct TensorMap;  // of the arguments, where there are some
+
 // One box of a rank-4 map at (column, row, head, batch); what lies outside the array arrives as zeros and counts as
 // bytes.
 __device__ inline void tma_load(u32 shared, const TensorMap& map, u32 barrier, int column, int row, int head,

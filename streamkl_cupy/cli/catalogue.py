@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .. import patterns
 from ..arrays import ArrayView, cuda
@@ -31,9 +31,8 @@ from ..errors import CompilerError
 from ..indexer import plan as index_plan
 from ..indexer.problem import to_problem
 from ..kernels import JOINS
-from ..kernels.base import ELEMENT_CODES, PLANES, KernelPlan, Work
+from ..kernels.base import ELEMENT_CODES, PLANES, KernelPlan, KernelText, Work
 from ..kernels.gpus import DeviceFacts, facts_for_arch
-from ..kernels.indexer import IndexerKernel
 from ..kernels.work_tiles import Schedule
 from ..ops import ATTENTION_KL_TO, INDEXER_KL, INDEXER_TARGET, SPARSE_ATTENTION, Op
 from ..ops.indexer_kl import WRT
@@ -129,34 +128,11 @@ UNALIGNED = (ELEMENT_TYPES[0], ELEMENT_TYPES[2])
 MASKED = ELEMENT_TYPES[:3]
 
 
-class IndexerEntry(NamedTuple):
-    """One of the indexer's kernels, for an architecture."""
-
-    kernel: IndexerKernel
-    arch: str
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    @property
-    def text(self) -> str:
-        return self.kernel.text
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.kernel.smem_bytes
-
-    def __str__(self) -> str:
-        return str(self.kernel)
-
-
 class Entry(NamedTuple):
     """One kernel of the list, with what it is for."""
 
     label: str
-    kernel: Any
-    """A `KernelPlan`, or an `IndexerEntry`, which has as much of one as compiling asks for."""
+    kernel: KernelText
 
 
 class Built(NamedTuple):
@@ -345,7 +321,7 @@ def indexer_entries(
 ) -> tuple[list[Entry], list[str]]:
     """The same of the indexer, whose gate is a ReLU, and what is refused; rows see intervals, or what bits say."""
     facts = facts_for_arch(arch)
-    found: dict[IndexerKernel, Entry] = {}
+    found: dict[KernelText, Entry] = {}
     refused = []
     for pair, type_of, ids in itertools.product(dims, dict.fromkeys((x.teacher, x.student) for x in types), (0, 1)):
         label = f"{pair[0]}/{pair[1]} {ElementTypes(*type_of)}{' ids' if ids else ''}"
@@ -360,8 +336,7 @@ def indexer_entries(
             continue
         for what, kernels in requests.items():
             for kernel in kernels:
-                entry = IndexerEntry(kernel, kernel.arch(facts))
-                found.setdefault(kernel, Entry(f"{kernel.name} {label}{what}", entry))
+                found.setdefault(kernel, Entry(f"{kernel.name} {label}{what}", kernel))
     return list(found.values()), refused
 
 
@@ -402,13 +377,14 @@ def hardest(listed: Sequence[Entry]) -> list[Entry]:
     """
     groups: dict[object, Entry] = {}
     for entry in listed:
-        constants = dict(entry.kernel.constants)
+        kernel = cast(KernelPlan, entry.kernel)
+        constants = dict(kernel.constants)
         if constants.get("SKL_PLANES") == PLANES["high"]:
             continue
         group = (
-            entry.kernel.name,
-            entry.kernel.tile,
-            *(rule for slot, rule in entry.kernel.slots if slot != "mask"),
+            kernel.name,
+            kernel.tile,
+            *(rule for slot, rule in kernel.slots if slot != "mask"),
             *(constants.get(f"SKL_{side}_ELEMENT") == ELEMENT_CODES["float32"] for side in "TSA"),
             *(constants.get(f"SKL_{side}_SCORE") for side in "TSA"),
             constants.get("SKL_PACKED_ROWS"),
@@ -445,7 +421,7 @@ def build(
     missing = []
     names = cache.names() if store and not anew else []
     for entry in listed:
-        found = compiler.cached_build(_text(entry), entry.kernel.arch, listed=names) if names else None
+        found = compiler.cached_build(entry.kernel.text, entry.kernel.arch, listed=names) if names else None
         if found is None:
             missing.append(entry)
         else:
@@ -462,7 +438,7 @@ def build(
                 # Few more than there are processes: the pipe never fills, and ending them leaves no thread writing.
                 with _not_heard_by_children():
                     for entry in islice(waiting, jobs + 2 - len(running)):
-                        running[pool.submit(_build_one, _text(entry), entry.kernel.arch)] = entry
+                        running[pool.submit(_build_one, entry.kernel.text, entry.kernel.arch)] = entry
                 while running and not done and not interrupted():
                     done, _ = futures.wait(running, PATIENCE, futures.FIRST_COMPLETED)
             if not running:
@@ -479,17 +455,12 @@ def build(
                     yield Built(entry, error=build)
                     continue
                 # Stored here rather than where it was built: a process that is ended leaves no half of a file.
-                stored = store and compiler.keep(_text(entry), entry.kernel.arch, (), build) is not None
+                stored = store and compiler.keep(entry.kernel.text, entry.kernel.arch, (), build) is not None
                 yield _built(entry, build, stored)
 
 
 def _built(entry: Entry, build: compiler.Build, stored: bool, found: bool = False) -> Built:
     return Built(entry, build.registers, build.spill_bytes, build.notes, len(build.image), stored=stored, found=found)
-
-
-def _text(entry: Entry) -> str:
-    text: str = entry.kernel.text
-    return text
 
 
 def _build_one(text: str, arch: str) -> compiler.Build | str:

@@ -23,13 +23,10 @@ from ..kernels import (
     indexer_join,
     indexer_pack,
     indexer_rows,
-    indexer_scan,
-    indexer_tiles,
-    indexer_units,
 )
-from ..kernels.base import Box
+from ..kernels.base import Box, KernelText
 from ..kernels.gpus import device_facts
-from ..kernels.indexer import GRID, IndexerKernel
+from ..kernels.indexer import GRID
 from ..kernels.structs import INDEXER, TENSOR_MAP, Struct, Value
 from ..kernels.tensor_maps import encode
 from ..launch import Command, Launches, address_of, in_context, refuse_in_capture
@@ -51,7 +48,7 @@ class Runner(Launches):
         self.launch = import_cupy().cuda.driver.launchKernel
         self.runtime = import_cupy().cuda.runtime
         self._plans: dict[tuple[str, ...], IndexerPlan] = {}
-        self._handles: dict[IndexerKernel, int] = {}
+        self._handles: dict[KernelText, int] = {}
 
     @property
     def plan(self) -> IndexerPlan:
@@ -121,13 +118,13 @@ class Runner(Launches):
 
         self._launch(key, stream, commands)
 
-    def loaded(self, kernel: IndexerKernel, stream: int | None) -> int:
+    def loaded(self, kernel: KernelText, stream: int | None) -> int:
         """The handle; `stream`, unless None, is where the kernel is about to run."""
         handle = self._handles.get(kernel)
         if handle is None:
             if stream is not None:
                 refuse_in_capture(stream, kernel.name, "indexer_kl_warmup")
-            loaded = load(kernel.text, kernel.symbol, kernel.arch(self.facts), smem_bytes=kernel.smem_bytes)
+            loaded = load(kernel.text, kernel.symbol, kernel.arch, smem_bytes=kernel.smem_bytes)
             handle = self._handles[kernel] = loaded.handle
         return handle
 
@@ -166,18 +163,18 @@ class _Call:
         """Into these; and into the teacher's log-sum-exps where none were given."""
         p = self.problem
         room = self._room(self.plan.forward_regions(self.plan.makes_lse))
-        score, join = self.plan.score("rows"), self.plan.join
+        score, cut = self.plan.score("rows").text, self.plan.row_cut
         args, rows = self._rows(room)
         if self.plan.makes_lse:
             self._make_lse(args, rows, room, out.made_lse)
         self._pack(room, out.made_lse if self.plan.makes_lse else self.views.get("teacher_lse"), {})
-        args |= {"states": room["states"].address, "splits": self.plan.row_states}
+        args |= {"states": room["states"].address, "splits": cut.states}
         for tiles in self._tiles(self.plan.bit_tiles):
             here = args | self._bits(rows, room, tiles)
             self._run(score, self.plan.score_grid("rows", len(tiles), self.cut.splits), here)
         args |= _tensor("out_value", out.kl, p, "BGM") | _tensor("out_mass", out.target_sum, p, "BGM")
         args |= _tensor("out_lse", out.index_lse, p, "BGM")
-        self._run(join, (-(-p["M"] // indexer_join.rows(join)), p["B"] * p.groups), args)
+        self._run(self.plan.join, (indexer_join.blocks(p["M"], cut), p["B"] * p.groups), args)
         return self.commands
 
     def _make_lse(
@@ -187,10 +184,9 @@ class _Call:
         more = args | {"states": room["states"].address, "splits": splits} | _tensor("out_lse", out, p, "BHM")
         for tiles in self._tiles(self.plan.bit_tiles):
             here = more | self._bits(rows, room, tiles)
-            self._run(self.plan.score("lse"), (len(tiles) * splits, heads), here)
+            self._run(self.plan.score("lse").text, self.plan.score_grid("lse", len(tiles), splits), here)
         if splits > 1:
-            join = indexer_join.plan(lse=True)
-            self._run(join, (-(-p["M"] // indexer_join.rows(join)), heads), more)
+            self._run(self.plan.lse_join, (indexer_join.blocks(p["M"], self.plan.lse_cut), heads), more)
 
     def _tiles(self, step: int) -> Iterator[range]:
         """Row tiles, some at a time."""
@@ -219,8 +215,9 @@ class _Call:
             some = range(max(tiles.start, first), min(tiles.stop, end))
             if some:
                 here = args | self._bits(rows, room, some)
-                grid = len(some) * self.cut.splits, p["B"] * p.groups
-                self._run(self.plan.score("target"), grid, here)
+                self._run(
+                    self.plan.score("target").text, self.plan.score_grid("target", len(some), self.cut.splits), here
+                )
         return self.commands
 
     def backward(self, saved: Saved, out: Gradients, plan: IndexerPlan) -> list[Command]:
@@ -256,10 +253,10 @@ class _Call:
         query = plan.query if plan.by_query(plan.wrt) else None
         key = plan.key if "index_k" in plan.wrt else None
         self._clear(room["broken"])
-        self._run(indexer_scan.plan(self.shape), (4 * self.facts.multiprocessors, 1), args)
+        self._run(plan.scan, (4 * self.facts.multiprocessors, 1), args)
         for strip in plan.strips:
             here = self._of_strip(strip, args, rows, room)
-            self._run(plan.strip_score, plan.score_grid("strip", strip.tiles, strip.splits), here)
+            self._run(plan.score("strip").text, plan.score_grid("strip", strip.tiles, strip.splits), here)
             if query is not None:
                 self._run(query, (strip.tiles, p["B"] * n["I"]), here)
             if key is not None:
@@ -278,13 +275,12 @@ class _Call:
         query = plan.query if plan.by_query(plan.wrt) else None
         key = plan.key if "index_k" in plan.wrt else None
         if query is not None:
-            tiled = indexer_tiles.plan(plan.strip_shape, weighted=False)
-            self._run(tiled, (-(-p["N"] // GRID), p["B"] * n["J"]), args)
+            self._run(plan.tiles(weighted=False), (-(-p["N"] // GRID), p["B"] * n["J"]), args)
             self._clear(room["kept_flags"])
         if key is not None:
             self._clear(room["key_sums"])
         args |= {"kept_sums": room["partials"].address}
-        weighted = indexer_tiles.plan(plan.strip_shape, weighted=True)
+        weighted = plan.tiles(weighted=True)
         for number, strip in enumerate(plan.strips):
             blocks = strip.keys // indexer_gated_key_sm90.KEY_BLOCK
             more: dict[str, Value] = {"strip_number": number, "key_blocks": blocks, "head_blocks": plan.head_blocks}
@@ -293,8 +289,8 @@ class _Call:
                 more[name] = address
                 address += size
             here = self._of_strip(strip, args | more, rows, room)
-            self._run(indexer_units.plan(), (3,), here)
-            self._run(plan.strip_score, plan.score_grid("strip", strip.tiles, strip.splits), here)
+            self._run(plan.units, (3,), here)
+            self._run(plan.score("strip").text, plan.score_grid("strip", strip.tiles, strip.splits), here)
             if query is not None:
                 self._run(query, (plan.shares,), here)
             if key is not None:
@@ -314,7 +310,7 @@ class _Call:
     def _rows(self, room: Mapping[str, _Place]) -> tuple[dict[str, Value], dict[str, Value]]:
         """Find which keys rows see; what all score kernels read, and what the kernel of bits does."""
         fields = self._row_fields(room)
-        self._run(indexer_rows.plan(), (self.cut.grid_tiles, self.problem["B"]), fields)
+        self._run(indexer_rows.plan(self.facts), (self.cut.grid_tiles, self.problem["B"]), fields)
         return self._score_fields(room), fields
 
     def _row_fields(self, room: Mapping[str, _Place]) -> dict[str, Value]:
@@ -416,7 +412,7 @@ class _Call:
         plan, p, words = self.plan, self.problem, self.plan.words
         chosen = "topk_indices" in self.views
         first, count = (tiles.start * GRID, min(tiles.stop * GRID, p["M"]) - tiles.start * GRID) if chosen else (0, 1)
-        bits = indexer_bits.plan()
+        bits = indexer_bits.plan(self.facts)
         grid = -(-plan.bit_groups * count // (bits.threads // 32)), p["B"]
         self._run(bits, grid, rows | {"first_row": first, "bit_rows": count})
         return where | {
@@ -430,7 +426,7 @@ class _Call:
     def _pack(self, room: Mapping[str, _Place], lse: ArrayView | None, saved: Mapping[str, ArrayView]) -> None:
         p, n = self.problem, self.sizes
         row_stats = room["row_stats"].address if saved else 0
-        pack = indexer_pack.plan(self.shape)
+        pack = indexer_pack.plan(self.shape, self.facts)
         vectors = p["B"] * ((n["H"] if lse is not None else 0) + n["I"] + (p.groups if saved else 0))
         self._run(
             pack,
@@ -460,7 +456,7 @@ class _Call:
     def _clear(self, place: _Place) -> None:
         self.commands.append(Command(self.runner.runtime.memsetAsync, (place.address, 0, place.bytes)))
 
-    def _run(self, kernel: IndexerKernel, grid: tuple[int, ...], values: Mapping[str, Value]) -> None:
+    def _run(self, kernel: KernelText, grid: tuple[int, ...], values: Mapping[str, Value]) -> None:
         """Launch a kernel; one that has nothing to do is left out."""
         if 0 in grid:
             return

@@ -9,30 +9,29 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..arrays import ITEMSIZE, ArrayView
 from ..kernels import (
+    choose,
+    chosen,
     indexer_bits,
-    indexer_gated,
     indexer_gated_join,
     indexer_gated_key_sm90,
     indexer_gated_query_sm90,
     indexer_join,
-    indexer_key_sm80,
     indexer_pack,
-    indexer_query_sm80,
     indexer_rows,
     indexer_scan,
-    indexer_score_sm80,
-    indexer_stream_sm90,
     indexer_sum,
     indexer_tiles,
     indexer_units,
 )
+from ..kernels.base import Candidate, KernelText
 from ..kernels.gpus import GPUS, DeviceFacts
-from ..kernels.indexer import GRID, IndexerKernel, IndexerShape
+from ..kernels.indexer import GRID, OPERANDS, Ending, IndexerShape, IndexerWork, RowCut
 from ..kernels.tensor_maps import no_map
+from ..ops import INDEXER_KL
 from ..ops.indexer_kl import WRT
 from ..problem import Operand
 from .problem import SPECS, IndexProblem, callers_axes
@@ -70,8 +69,6 @@ class Cut(NamedTuple):
 def shape_of(problem: IndexProblem) -> IndexerShape:
     """What kernels are compiled for."""
     views = problem.views
-    vectors = {"TQ": "teacher_q", "TK": "teacher_k", "RQ": "teacher_q_rope", "RK": "teacher_k_rope", "SQ": "index_q"}
-    vectors["SK"] = "index_k"
     index = views.get("index_q")
     teacher = views.get("teacher_q", index)
     assert teacher is not None
@@ -87,9 +84,19 @@ def shape_of(problem: IndexProblem) -> IndexerShape:
         gated=problem.relu,
         bits="key_mask" in views or "topk_indices" in views,
         target="target" in views,
-        vectors=frozenset(key for key, name in vectors.items() if name not in views or _by_vectors(views[name])),
-        maps=frozenset(key for key, name in vectors.items() if name in views and _has_map(views[name], problem)),
+        vectors=frozenset(key for key, name in OPERANDS.items() if name not in views or _by_vectors(views[name])),
+        maps=frozenset(key for key, name in OPERANDS.items() if name in views and _has_map(views[name], problem)),
     )
+
+
+def why_no_gates(shape: IndexerShape, facts: DeviceFacts) -> str:
+    """Why no kernels multiply gates that scores have left; empty where some do."""
+    work = IndexerWork(shape._replace(tiled=True))
+    for task in INDEXER_KL.gradients:
+        found, refusals = choose(task.kind, work, facts)
+        if found is None or not found[0].keeps_gates:
+            return next(iter(refusals.values()), "no kernel does that")
+    return ""
 
 
 def operand_of(view: ArrayView, problem: IndexProblem) -> Operand:
@@ -136,6 +143,17 @@ def letters(view: ArrayView, problem: IndexProblem, axes: str) -> dict[str, int]
     return {x: 0 if n == 1 else step for x, n, step in zip(found, view.shape, view.strides, strict=True)}
 
 
+class Chosen(NamedTuple):
+    """A kernel that does a task, by its work."""
+
+    kernel: Any
+    """One of `KERNELS`."""
+    work: IndexerWork
+    text: KernelText
+    refusals: dict[Candidate[Any, Any], str]
+    """Why more capable ones do not."""
+
+
 @dataclass(frozen=True)
 class IndexerPlan:
     """A call on a GPU; `print` it."""
@@ -164,48 +182,53 @@ class IndexerPlan:
         heads, keys = self.sizes["H"], self.sizes["K"]
         return heads > 0 and (heads // keys) % (heads // self.problem.groups) != 0
 
-    def why_no_stream(self, ending: indexer_score_sm80.Ending) -> str:
-        """Why the kernel that streams queries past keys does not serve; empty where it does."""
-        return indexer_stream_sm90.lacks(self.shape, ending, self.several_keys, self.facts)
+    def work(self, shape: IndexerShape, ending: Ending = "rows") -> IndexerWork:
+        """What is asked of a kernel of scores or of gradients."""
+        heads = self.sizes["I"] // self.problem.groups
+        return IndexerWork(shape, ending, self.several_keys, self.problem["N"], heads)
 
-    def score(self, ending: indexer_score_sm80.Ending) -> IndexerKernel:
-        """The kernel of score tiles."""
-        shape = self.strip_shape if ending == "strip" else self.shape
-        if not self.why_no_stream(ending):
-            return indexer_stream_sm90.plan(shape, ending, self.several_keys, self.problem["N"], self.facts)
-        return indexer_score_sm80.plan(shape, ending, self.facts)
-
-    def score_grid(self, ending: indexer_score_sm80.Ending, tiles: int, splits: int) -> tuple[int, int]:
-        """Blocks of a launch over so many row tiles."""
-        entries = self.problem["B"] * self.problem.groups
-        if self.why_no_stream(ending):
-            return tiles * splits, entries
-        shares = -(-self.problem["N"] // indexer_stream_sm90.share_keys(self.problem["N"]))
-        together = indexer_stream_sm90.tiles_together(self.several_keys)
-        # Tiles of a launch may begin or end in the midst of those of a cluster.
-        clusters = ((tiles + together - 1) // together + (together > 1)) * entries * shares
-        return together * min(clusters, self.facts.multiprocessors // together), 1
+    def chosen(self, kind: str, work: IndexerWork) -> Chosen:
+        """The kernel that does a task."""
+        kernel, tile, refusals = chosen(kind, work, self.facts)
+        return Chosen(kernel, work, kernel.plan(work, tile, self.facts), refusals)
 
     @cached_property
-    def row_states(self) -> int:
-        """Of each row, that a forward joins."""
-        return self.cut.splits if self.why_no_stream("rows") else indexer_stream_sm90.states(self.problem["N"])
+    def _scores(self) -> dict[Ending, Chosen]:
+        return {}
+
+    def score(self, ending: Ending) -> Chosen:
+        """The kernel of score tiles."""
+        found = self._scores.get(ending)
+        if found is None:
+            work = self.work(self.strip_shape if ending == "strip" else self.shape, ending)
+            found = self._scores[ending] = self.chosen("indexer_score", work)
+        return found
+
+    def score_grid(self, ending: Ending, tiles: int, splits: int) -> tuple[int, int]:
+        """Blocks of a launch over so many row tiles."""
+        kernel, work, *_ = self.score(ending)
+        entries = self.problem["B"] * (self.sizes["H"] if ending == "lse" else self.problem.groups)
+        grid: tuple[int, int] = kernel.grid(work, tiles, splits, entries, self.facts)
+        return grid
+
+    @cached_property
+    def row_cut(self) -> RowCut:
+        """The states that a forward joins of each row."""
+        kernel, work, *_ = self.score("rows")
+        cut: RowCut = kernel.row_cut(work, self.cut.splits)
+        return cut
 
     @property
-    def join(self) -> IndexerKernel:
-        """The kernel that joins these."""
-        if self.why_no_stream("rows"):
-            return indexer_join.plan(lse=False)
-        share = indexer_stream_sm90.share_keys(self.problem["N"])
-        together = indexer_stream_sm90.tiles_together(self.several_keys)
-        return indexer_join.plan(lse=False, share_keys=share, tiles=together)
+    def lse_cut(self) -> RowCut:
+        """The same of the teacher's log-sum-exps."""
+        return RowCut(self.cut.lse_splits)
 
     @cached_property
     def no_gates(self) -> str:
         """Why a backward does not keep gates; empty where it does."""
         if 0 in (self.problem["B"], self.problem["M"], self.problem["N"]):
             return "there is nothing to keep"
-        return indexer_gated.refuses(self.shape, self.facts)
+        return why_no_gates(self.shape, self.facts)
 
     @property
     def strip_shape(self) -> IndexerShape:
@@ -213,16 +236,9 @@ class IndexerPlan:
         return self.shape._replace(tiled=not self.no_gates)
 
     @cached_property
-    def strip_score(self) -> IndexerKernel:
-        """The kernel that leaves the gradients of logits."""
-        return self.score("strip")
-
-    @cached_property
-    def query(self) -> IndexerKernel:
+    def query(self) -> KernelText:
         """The kernel of the gradients to queries and weights."""
-        if self.no_gates:
-            return indexer_query_sm80.plan(self.shape, self.facts)
-        return indexer_gated_query_sm90.plan(self.strip_shape, self.facts, self.block_heads)
+        return self.chosen("indexer_query", self.work(self.strip_shape)).text
 
     @property
     def block_heads(self) -> int:
@@ -235,11 +251,9 @@ class IndexerPlan:
         return -(-(self.sizes["I"] // self.problem.groups) // self.block_heads)
 
     @cached_property
-    def key(self) -> IndexerKernel:
+    def key(self) -> KernelText:
         """The kernel of the gradient to keys."""
-        if self.no_gates:
-            return indexer_key_sm80.plan(self.shape, self.facts)
-        return indexer_gated_key_sm90.plan(self.strip_shape, self.facts)
+        return self.chosen("indexer_key", self.work(self.strip_shape)).text
 
     @cached_property
     def strips(self) -> tuple[Strip, ...]:
@@ -269,44 +283,76 @@ class IndexerPlan:
         return self.cut.shares if self.no_gates else self.facts.multiprocessors
 
     @property
-    def rows(self) -> tuple[IndexerKernel, ...]:
+    def rows(self) -> tuple[KernelText, ...]:
         """What finds out which keys rows see, and packs what is read of rows."""
-        bits = (indexer_bits.plan(),) if self.shape.bits else ()
-        return (indexer_rows.plan(), *bits, indexer_pack.plan(self.shape))
+        bits = (indexer_bits.plan(self.facts),) if self.shape.bits else ()
+        return (indexer_rows.plan(self.facts), *bits, indexer_pack.plan(self.shape, self.facts))
 
     @property
-    def forward(self) -> tuple[IndexerKernel, ...]:
+    def join(self) -> KernelText:
+        """What joins the states of rows."""
+        return indexer_join.plan(self.row_cut, self.facts)
+
+    @property
+    def lse_join(self) -> KernelText:
+        """The same of the teacher's log-sum-exps."""
+        return indexer_join.plan(self.lse_cut, self.facts, lse=True)
+
+    @property
+    def forward(self) -> tuple[KernelText, ...]:
         """All kernels of a forward, or of a target."""
-        join = (indexer_join.plan(lse=True),) if self.cut.lse_splits > 1 else ()
-        lse = (self.score("lse"), *join) if self.makes_lse else ()
+        join = (self.lse_join,) if self.cut.lse_splits > 1 else ()
+        lse = (self.score("lse").text, *join) if self.makes_lse else ()
         if self.problem.operation.rows == ("target",):
-            return (*self.rows, *lse, self.score("target"))
-        return (*self.rows, *lse, self.score("rows"), self.join)
+            return (*self.rows, *lse, self.score("target").text)
+        return (*self.rows, *lse, self.score("rows").text, self.join)
 
     @property
-    def backward(self) -> tuple[IndexerKernel, ...]:
+    def backward(self) -> tuple[KernelText, ...]:
         """All kernels of the gradients `wrt`."""
         if not self.wrt:
             return ()
         query = [self.query] if self.by_query(self.wrt) else []
         key = [self.key, self.key_sum] if "index_k" in self.wrt else []
-        before = [indexer_scan.plan(self.shape)]
-        if not self.no_gates:
-            before = [indexer_units.plan()]
-            before += [
-                indexer_tiles.plan(self.strip_shape, weighted) for weighted, of in ((False, query), (True, key)) if of
-            ]
-        return (*self.rows, *before, self.strip_score, *query, *key)
+        if self.no_gates:
+            before = [self.scan]
+        else:
+            before = [self.units, *([self.tiles(False)] if query else []), *([self.tiles(True)] if key else [])]
+        return (*self.rows, *before, self.score("strip").text, *query, *key)
 
     @property
-    def key_sum(self) -> IndexerKernel:
+    def scan(self) -> KernelText:
+        """What looks whether operands are finite, where gates are not kept."""
+        return indexer_scan.plan(self.shape, self.facts)
+
+    @property
+    def units(self) -> KernelText:
+        """What numbers the work of a strip."""
+        return indexer_units.plan(self.facts)
+
+    def tiles(self, weighted: bool) -> KernelText:
+        """What tiles keys, or weighted queries."""
+        return indexer_tiles.plan(self.strip_shape, weighted, self.facts)
+
+    @property
+    def key_sum(self) -> KernelText:
         """What adds up the sums of blocks that share keys."""
-        return indexer_sum.plan(self.shape) if self.no_gates else indexer_gated_join.plan(self.strip_shape, self.shares)
+        if self.no_gates:
+            return indexer_sum.plan(self.shape, self.facts)
+        return indexer_gated_join.plan(self.strip_shape, self.shares, self.facts)
 
     @staticmethod
     def by_query(wrt: Collection[str]) -> bool:
         """Whether any of these comes of the kernel where queries are stationary."""
         return "index_q" in wrt or "index_weights" in wrt
+
+    @property
+    def streams(self) -> str:
+        """Whether queries are streamed past keys, in words, and why not."""
+        found = self.score("rows")
+        if found.kernel.streams:
+            return "streamed"
+        return f"not streamed: {next(iter(found.refusals.values()), 'no kernel does that')}"
 
     @property
     def words(self) -> int:
@@ -339,7 +385,7 @@ class IndexerPlan:
         """Bytes of the regions of a forward's workspace, or of a target's."""
         p, c = self.problem, self.cut
         lse = c.lse_splits * self.sizes["H"] if makes_lse and c.lse_splits > 1 else 0
-        states = 16 * max(self.row_states * p.groups, lse) * p["M"] * p["B"]
+        states = 16 * max(self.row_cut.states * p.groups, lse) * p["M"] * p["B"]
         made = {} if "made_lse" in p.operation.ruled_rows or not makes_lse else {"made_lse": 4 * prod(p.shape("BHM"))}
         return {**self.row_regions(self.bit_tiles), "states": states, **made}
 
@@ -413,13 +459,13 @@ class IndexerPlan:
         return total(self.backward_regions(self.wrt)) if self.wrt else 0
 
     def __str__(self) -> str:
-        p, n, reason = self.problem, self.sizes, self.why_no_stream("rows")
+        p, n, streams = self.problem, self.sizes, self.streams
         teacher = f"H={n['H']} of {self.shape.teacher}" if n["H"] else "target given"
         lines = [
             f"indexer KL on {self.facts.name or p.device}: B={p['B']} M={p['M']} N={p['N']}, teacher {teacher}, "
             f"indexer HI={n['I']} of {self.shape.student}, {p.groups} groups",
-            f"  forward, {self.workspace_bytes / 2**20:.1f} MiB of workspace, {self.row_states} states to a row",
-            f"    queries are not streamed: {reason}" if reason else "    queries are streamed",
+            f"  forward, {self.workspace_bytes / 2**20:.1f} MiB of workspace, {self.row_cut.states} states to a row",
+            f"    queries are {streams}",
             *(f"    {kernel}" for kernel in self.forward),
         ]
         if self.wrt:
@@ -464,7 +510,7 @@ def gradients_built(problem: IndexProblem, wrt: tuple[str, ...]) -> None:
 def _check_gradients(problem: IndexProblem, facts: DeviceFacts, wrt: tuple[str, ...]) -> None:
     if not wrt or problem.views["index_q"].dtype != "float16":
         return
-    if reason := indexer_gated.refuses(shape_of(problem), facts):
+    if reason := why_no_gates(shape_of(problem), facts):
         raise NotImplementedError(
             "gradients of an indexer in float16 on a GPU are built where the gates of its scores can be kept, and here "
             f"they cannot: {reason}. Cast index_q and index_k to bfloat16 or float32"

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import PurePosixPath
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from ..compiler.source import flatten
@@ -236,26 +237,45 @@ class Box(NamedTuple):
     heads: int = 1
 
 
-@dataclass(frozen=True)
-class KernelPlan:
-    """One kernel: what to compile and how to launch it."""
+@dataclass(frozen=True, kw_only=True)
+class KernelText:
+    """What to compile of a kernel, and what every launch of it knows."""
 
-    task: Task
     entry: str
     symbol: str
     arch: str
     constants: tuple[tuple[str, int | float | str], ...]
-    slots: tuple[tuple[str, str | tuple[str, ...]], ...]
+    slots: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
     args: Struct
-    regions: tuple[Regions, ...]
+    regions: tuple[Regions, ...] = ()
     """What lies in workspaces that it reads or writes."""
-    blocks: int
     threads: int
-    schedule: Schedule
     smem_bytes: int = 0
-    tile: TileRow | None = None
     boxes: tuple[Box, ...] = ()
     """Inputs read through tensor maps."""
+
+    @property
+    def name(self) -> str:
+        """Its file, as "forward_sm90"."""
+        return PurePosixPath(self.entry).stem
+
+    @property
+    def text(self) -> str:
+        """The CUDA text, read and put together once: other offsets, lengths and scales run the same one."""
+        return _text(self.entry, self.constants, self.slots, self.args, self.regions)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.threads} threads, {self.smem_bytes} B of shared memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelPlan(KernelText):
+    """One kernel with its launch."""
+
+    task: Task
+    blocks: int
+    schedule: Schedule
+    tile: TileRow | None = None
     family: str = ""
     """The architecture whose instructions it needs."""
     reason: str = ""
@@ -267,11 +287,6 @@ class KernelPlan:
     def name(self) -> str:
         """What it makes."""
         return self.task.name
-
-    @property
-    def text(self) -> str:
-        """The CUDA text, read and put together once: other offsets, lengths and scales run the same one."""
-        return _text(self.entry, self.constants, self.slots, self.args, self.regions)
 
     def __str__(self) -> str:
         t, s = self.tile, self.schedule
@@ -325,15 +340,48 @@ def _text(
     return flatten(entry, dict(constants), dict(slots), prologue=prologue)
 
 
-Row = TypeVar("Row", bound=TileRow)
+WorkType = TypeVar("WorkType")
+Tile = TypeVar("Tile")
 
 
-class Kernel(ABC, Generic[Row]):
-    """A kernel that walks tiles of scores, for one architecture and the newer ones that have its instructions."""
+class Candidate(ABC, Generic[WorkType, Tile]):
+    """A kernel that can do tasks of a kind, and is listed for it."""
 
     kind: ClassVar[str]
     """Of its tasks."""
     family: ClassVar[str]
+    name: ClassVar[str] = ""
+    """Of its file without the family, where the kind is not that."""
+
+    @property
+    def stem(self) -> str:
+        """Of its files."""
+        return f"{self.name or self.kind}_{self.family}"
+
+    @property
+    def symbol(self) -> str:
+        """Of its function."""
+        return f"streamkl_{self.name or self.kind}"
+
+    @abstractmethod
+    def flag(self, facts: DeviceFacts) -> str:
+        """The NVRTC architecture."""
+
+    @abstractmethod
+    def choice(self, work: WorkType, facts: DeviceFacts) -> tuple[Tile | None, str]:
+        """The tile that does the work best, or None and why this kernel does not do it on that GPU."""
+
+    @abstractmethod
+    def plan(self, work: WorkType, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
+        """The kernel with a tile of its `choice`; `reason` says why nothing more capable does the work."""
+
+
+Row = TypeVar("Row", bound=TileRow)
+
+
+class Kernel(Candidate[Work, Row], Generic[Row]):
+    """A kernel that walks tiles of scores, for one architecture and the newer ones that have its instructions."""
+
     args: ClassVar[str]
     """Of the arguments, by the name that `structs.Args` has for them."""
     given_header: ClassVar[str] = "tile/given.cuh"
@@ -352,10 +400,6 @@ class Kernel(ABC, Generic[Row]):
     @abstractmethod
     def refuses(self, work: Work, facts: DeviceFacts) -> str:
         """Why this kernel cannot do the work on that GPU; empty where it can."""
-
-    @abstractmethod
-    def flag(self, facts: DeviceFacts) -> str:
-        """The NVRTC architecture."""
 
     @abstractmethod
     def table(self, work: Work) -> tuple[Row, ...]:
@@ -507,8 +551,8 @@ class Kernel(ABC, Generic[Row]):
             constants["SKL_GRAD_SIDE"] = problem.operation.sides.index(task.side)
         return KernelPlan(
             task=task,
-            entry=f"kernels/{self.kind}_{self.family}.cu",
-            symbol=f"streamkl_{self.kind}",
+            entry=f"kernels/{self.stem}.cu",
+            symbol=self.symbol,
             arch=self.flag(facts),
             constants=tuple(sorted(constants.items())),
             slots=tuple((rule, headers[rule]) for rule in problem.operation.rules),

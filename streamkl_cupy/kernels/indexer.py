@@ -1,21 +1,38 @@
-"""What the indexer's kernels have in common on the host: the shapes that they are compiled for, and their plans."""
+"""What the indexer's kernels have in common on the host: what they are asked for, and what is compiled into them.
+
+Those of scores and of gradients are candidates for their tasks (`KERNELS`), of which the first that does not refuse
+serves; those that go with them, such as `indexer_rows`, have a `plan` alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple, TypeVar, get_args
 
-from ..compiler.source import flatten
-from .base import ELEMENT_BYTES, Box
+from .base import ELEMENT_BYTES, ELEMENT_CODES, PLANES, Box, Candidate, KernelText
 from .gpus import DeviceFacts
-from .structs import TENSOR_MAP, Struct
+from .structs import INDEXER, Struct
 
-CODES = {"bfloat16": 0, "float16": 1, "float32": 2}
 GRID = 64
 """Rows and keys of a tile of the strip."""
 WARPS = 4
+
+Ending = Literal["rows", "strip", "target", "lse"]
+"""What becomes of a tile of scores, in the order of the kernels' numbers."""
+ENDINGS: Final[tuple[Ending, ...]] = get_args(Ending)
+OPERANDS: Final = {
+    "TQ": "teacher_q",
+    "TK": "teacher_k",
+    "RQ": "teacher_q_rope",
+    "RK": "teacher_k_rope",
+    "SQ": "index_q",
+    "SK": "index_k",
+}
+"""What scores are products of, by the names that constants have for them."""
+UNEVEN = "rows of {} must start on 16-byte boundaries with adjacent elements"
+"""Why what is read 16 bytes at a time cannot be."""
+
+Constants = dict[str, int | float | str]
 
 
 class IndexerShape(NamedTuple):
@@ -34,47 +51,124 @@ class IndexerShape(NamedTuple):
     target: bool
     """Whether the teacher's heads come added up."""
     vectors: frozenset[str]
-    """Operands, as "TQ", that are read 16 bytes at a time."""
+    """Of `OPERANDS` those that are read 16 bytes at a time."""
     maps: frozenset[str] = frozenset()
     """Those that tensor maps can describe."""
     tiled: bool = False
     """Whether the strip lies in tiles, with gates beside it."""
 
-
-@dataclass(frozen=True)
-class IndexerKernel:
-    """A kernel with its tile, launchable."""
-
-    name: str
-    constants: tuple[tuple[str, int], ...]
-    args: Struct
-    threads: int
-    smem_bytes: int = 0
-    boxes: tuple[Box, ...] = ()
-    """What its arguments have tensor maps of."""
-
     @property
-    def symbol(self) -> str:
-        return f"streamkl_{self.name.removesuffix('_sm80').removesuffix('_sm90')}"
-
-    def arch(self, facts: DeviceFacts) -> str:
-        """What it is compiled for."""
-        return f"{facts.flag}a" if self.name.endswith("_sm90") else facts.flag
-
-    @property
-    def text(self) -> str:
-        return _text(self.name, self.constants, self.args)
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.threads} threads, {self.smem_bytes} B of shared memory"
+    def float32(self) -> bool:
+        """Whether a product is one of float32 operands."""
+        return "float32" in (self.teacher, self.student)
 
 
-@lru_cache(maxsize=256)
-def _text(name: str, constants: tuple[tuple[str, int], ...], args: Struct) -> str:
-    # Tiles of Hopper's know how tensor maps load them.
-    has_maps = any(field.type == TENSOR_MAP for field in args.fields)
-    prologue = f"{TENSOR_MAP.text}\n{args.text}" if name.endswith("_sm90") and not has_maps else args.text
-    return flatten(f"kernels/{name}.cu", dict(constants), {}, prologue=prologue)
+class IndexerWork(NamedTuple):
+    """A task of a call."""
+
+    shape: IndexerShape
+    ending: Ending = "rows"
+    """Of scores."""
+    several_keys: bool = False
+    """Whether the teacher's heads of a group read more than one key head."""
+    keys: int = 0
+    heads: int = 1
+    """Of the student, in a group."""
+
+
+class RowCut(NamedTuple):
+    """How the keys of a row go over states that are joined afterwards."""
+
+    states: int
+    """Of each row."""
+    share_keys: int = 0
+    """Of a share, which has two of these; 0: every row has as many as there are splits."""
+    tiles: int = 1
+    """Row tiles that have their shares in common."""
+
+
+Tile = TypeVar("Tile")
+
+
+class IndexerKernel(Candidate[IndexerWork, Tile]):
+    """A candidate for one of the tasks."""
+
+    family = "sm80"
+    keeps_gates: ClassVar[bool] = False
+    """Whether it multiplies gates that the scores have left, and does not compute these again."""
+
+    def flag(self, facts: DeviceFacts) -> str:
+        return facts.flag
+
+    def kernel(
+        self,
+        facts: DeviceFacts,
+        constants: Mapping[str, int | float | str],
+        smem_bytes: int,
+        threads: int = 32 * WARPS,
+        args: Struct = INDEXER,
+        boxes: tuple[Box, ...] = (),
+    ) -> KernelText:
+        """With its constants in order, so that equal kernels are equal."""
+        return KernelText(
+            entry=f"kernels/{self.stem}.cu",
+            symbol=self.symbol,
+            arch=self.flag(facts),
+            constants=tuple(sorted({**constants, "SKL_SMEM_BYTES": smem_bytes}.items())),
+            args=args,
+            threads=threads,
+            smem_bytes=smem_bytes,
+            boxes=boxes,
+        )
+
+
+class HopperIndexerKernel(IndexerKernel[Tile]):
+    """One for Hopper."""
+
+    family = "sm90"
+
+    def flag(self, facts: DeviceFacts) -> str:
+        return f"{facts.flag}a"
+
+    def refuses(self, work: IndexerWork, facts: DeviceFacts) -> str:
+        """Why this kernel cannot do the work on that GPU; empty where it can."""
+        if facts.compute_capability != (9, 0):
+            return "it needs compute capability 9.0"
+        return self.lacks(work, facts)
+
+    def lacks(self, work: IndexerWork, facts: DeviceFacts) -> str:
+        """What else of the work this kernel cannot do."""
+        return ""
+
+
+class Scores(IndexerKernel[Tile]):
+    """One of tiles of scores."""
+
+    kind = "indexer_score"
+    streams: ClassVar[bool] = False
+    """Whether queries are streamed past keys, which are cut into shares."""
+
+    def row_cut(self, work: IndexerWork, splits: int) -> RowCut:
+        """What a forward leaves of each row, where the keys of a row tile go over so many blocks."""
+        return RowCut(splits)
+
+    def grid(self, work: IndexerWork, tiles: int, splits: int, entries: int, facts: DeviceFacts) -> tuple[int, int]:
+        """Blocks of a launch over so many row tiles of so many entries."""
+        return tiles * splits, entries
+
+
+def beside(
+    stem: str, facts: DeviceFacts, constants: Mapping[str, int | float | str], threads: int, args: Struct = INDEXER
+) -> KernelText:
+    """A kernel that goes with those, on any GPU."""
+    return KernelText(
+        entry=f"kernels/{stem}.cu",
+        symbol=f"streamkl_{stem}",
+        arch=facts.flag,
+        constants=tuple(sorted({**constants, "SKL_THREADS": threads}.items())),
+        args=args,
+        threads=threads,
+    )
 
 
 def pitch(dim: int, dtype: str) -> int:
@@ -82,7 +176,7 @@ def pitch(dim: int, dtype: str) -> int:
     return -(-dim // 16) * 16 * ELEMENT_BYTES[dtype] + 16
 
 
-def tile_constants(columns: int, stages: int, min_blocks: int, unroll: int) -> dict[str, int]:
+def tile_constants(columns: int, stages: int, min_blocks: int, unroll: int) -> Constants:
     """Of blocks of `GRID` rows."""
     return {
         "SKL_ROWS": GRID,
@@ -91,37 +185,44 @@ def tile_constants(columns: int, stages: int, min_blocks: int, unroll: int) -> d
         "SKL_WARP_TILES": 1,
         "SKL_STAGES": stages,
         "SKL_ROWS_ARE_QUERIES": 1,
-        "SKL_PLANES": 3,
+        "SKL_PLANES": PLANES["highest"],
         "SKL_MIN_BLOCKS": min_blocks,
         "SKL_UNROLL": unroll,
     }
 
 
-def shape_constants(shape: IndexerShape) -> dict[str, int]:
+def shape_constants(shape: IndexerShape) -> Constants:
     """What the student's side is."""
     return {
-        "SKL_S_ELEMENT": CODES[shape.student],
+        "SKL_S_ELEMENT": ELEMENT_CODES[shape.student],
         "SKL_S_DIM": shape.index_dim,
-        "SKL_W_ELEMENT": CODES[shape.weights],
+        "SKL_W_ELEMENT": ELEMENT_CODES[shape.weights],
         "SKL_GATED": int(shape.gated),
         "SKL_BITS": int(shape.bits),
         "SKL_TILED_STRIP": int(shape.tiled),
-        **{f"SKL_{name}_VECTOR": int(name in shape.vectors) for name in ("TQ", "TK", "RQ", "RK", "SQ", "SK")},
+        **{f"SKL_{name}_VECTOR": int(name in shape.vectors) for name in OPERANDS},
     }
 
 
-def kernel(
-    name: str, constants: Mapping[str, int], args: Struct, threads: int = 32 * WARPS, smem_bytes: int = 0
-) -> IndexerKernel:
-    """With its constants in order, so that equal kernels are equal."""
-    if smem_bytes:
-        constants = {**constants, "SKL_SMEM_BYTES": smem_bytes}
-    return IndexerKernel(name, tuple(sorted(constants.items())), args, threads, smem_bytes)
+def side_constants(shape: IndexerShape) -> Constants:
+    """The same of kernels whose blocks have rows and keys of tiles without computing scores."""
+    return {**shape_constants(shape), **tile_constants(GRID, 1, 1, 1)}
 
 
-def too_large(what: str, facts: DeviceFacts) -> NotImplementedError:
-    """The error about head dims that no tile has shared memory for."""
-    return NotImplementedError(
+def teacher_constants(shape: IndexerShape, ending: Ending) -> Constants:
+    """What the teacher's side of scores is, and what becomes of them."""
+    return {
+        "SKL_T_ELEMENT": ELEMENT_CODES[shape.teacher],
+        "SKL_T_DIM": shape.teacher_dim,
+        "SKL_R_DIM": shape.rope_dim,
+        "SKL_ENDING": ENDINGS.index(ending),
+        "SKL_TARGET": int(shape.target),
+    }
+
+
+def too_large(what: str, facts: DeviceFacts) -> str:
+    """Of head dims that no tile has shared memory for."""
+    return (
         f"indexer_kl: {what} need more shared memory than the {facts.smem_per_block} B of {facts.name or 'this GPU'}; "
         f"use arrays on the CPU, or smaller head dims"
     )

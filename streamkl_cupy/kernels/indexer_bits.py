@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from .indexer import IndexerKernel, kernel
+from .base import KernelText
+from .gpus import DeviceFacts
+from .indexer import beside
 from .structs import INDEXER_ROWS
 
 THREADS = 256
 
 
-def plan() -> IndexerKernel:
+def plan(facts: DeviceFacts) -> KernelText:
     """The same for all calls."""
-    return kernel("indexer_bits", {"SKL_THREADS": THREADS}, INDEXER_ROWS, THREADS)
+    return beside("indexer_bits", facts, {}, THREADS, INDEXER_ROWS)

@@ -6,24 +6,35 @@ for queries, 2,048 for gates and 16 for barriers; 32 for more of these, and 1,02
 
 from __future__ import annotations
 
+from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import GRID, IndexerKernel, IndexerShape, kernel, shape_constants, tile_constants
-from .sm90 import ARRIVING_LANES
-from .structs import INDEXER
+from .indexer import GRID, IndexerWork, shape_constants, tile_constants
+from .indexer_gated import Gated, Tile
+from .sm90 import ALIGNMENT, arrivals, chunks
 
 KEY_BLOCK = 256
-MOST_STAGES = 8
+THREADS = 3 * 128
 
 
-def plan(shape: IndexerShape, facts: DeviceFacts) -> IndexerKernel:
-    """Where `indexer_gated.refuses` says nothing."""
-    strip = 2 * GRID * KEY_BLOCK
-    stage = GRID * 128 * -(-shape.index_dim // 64) + (8 * KEY_BLOCK if shape.gated else 0)
-    stages = min((facts.smem_per_block - 1056 - 2 * strip) // (stage + 16), MOST_STAGES)
-    smem = 1056 + 2 * strip + stages * (stage + 16)
-    constants = {
-        **shape_constants(shape),
-        **tile_constants(GRID, stages, 1, 4),
-        "SKL_ARRIVING_LANES": ARRIVING_LANES,
-    }
-    return kernel("indexer_gated_key_sm90", constants, INDEXER, 128 * 3, smem)
+class GatedKeySm90(Gated):
+    """Keys stay, queries are streamed."""
+
+    kind = "indexer_key"
+    name = "indexer_gated_key"
+
+    def choice(self, work: IndexerWork, facts: DeviceFacts) -> tuple[Tile | None, str]:
+        if reason := self.refuses(work, facts):
+            return None, reason
+        stage = GRID * 128 * chunks(work.shape.index_dim) + (8 * KEY_BLOCK if work.shape.gated else 0)
+        return self.stages(ALIGNMENT + 32 + 2 * 2 * GRID * KEY_BLOCK, stage, facts), ""
+
+    def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
+        constants = {
+            **shape_constants(work.shape),
+            **tile_constants(GRID, tile.stages, 1, 4),
+            **arrivals(),
+        }
+        return self.kernel(facts, constants, tile.smem_bytes, THREADS)
+
+
+KERNEL = GatedKeySm90()

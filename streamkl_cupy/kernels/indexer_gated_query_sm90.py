@@ -6,15 +6,15 @@ for keys, 8,192 of the strip and 512 for each head's gates; 16 for its barriers,
 
 from __future__ import annotations
 
+from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import GRID, IndexerKernel, IndexerShape, kernel, shape_constants, tile_constants
-from .sm90 import ARRIVING_LANES
-from .structs import INDEXER
+from .indexer import GRID, IndexerWork, shape_constants, tile_constants
+from .indexer_gated import Gated, Tile
+from .sm90 import ALIGNMENT, arrivals, chunks
 
 GROUPS = 2
 WARPS = 4 * GROUPS
 """That multiply."""
-MOST_STAGES = 8
 
 
 def heads_of(heads: int) -> int:
@@ -22,16 +22,27 @@ def heads_of(heads: int) -> int:
     return GROUPS * (2 if heads > GROUPS else 1)
 
 
-def plan(shape: IndexerShape, facts: DeviceFacts, all_heads: int = 4) -> IndexerKernel:
-    """With so many heads to a block; where `indexer_gated.refuses` says nothing."""
-    tile = GRID * 128 * -(-shape.index_dim // 64)
-    stage = tile + 2 * GRID * GRID + (512 * all_heads if shape.gated else 0)
-    stages = min((facts.smem_per_block - 1024 - all_heads * tile) // (stage + 16), MOST_STAGES)
-    smem = 1024 + all_heads * tile + stages * (stage + 16)
-    constants = {
-        **shape_constants(shape),
-        **tile_constants(GRID, stages, 1, 4),
-        "SKL_HEADS": all_heads // GROUPS,
-        "SKL_ARRIVING_LANES": ARRIVING_LANES,
-    }
-    return kernel("indexer_gated_query_sm90", constants, INDEXER, 128 * (GROUPS + 1), smem)
+class GatedQuerySm90(Gated):
+    """Queries stay, keys are streamed."""
+
+    kind = "indexer_query"
+    name = "indexer_gated_query"
+
+    def choice(self, work: IndexerWork, facts: DeviceFacts) -> tuple[Tile | None, str]:
+        if reason := self.refuses(work, facts):
+            return None, reason
+        rows, heads = GRID * 128 * chunks(work.shape.index_dim), heads_of(work.heads)
+        stage = rows + 2 * GRID * GRID + (512 * heads if work.shape.gated else 0)
+        return self.stages(ALIGNMENT + heads * rows, stage, facts), ""
+
+    def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
+        constants = {
+            **shape_constants(work.shape),
+            **tile_constants(GRID, tile.stages, 1, 4),
+            "SKL_HEADS": heads_of(work.heads) // GROUPS,
+            **arrivals(),
+        }
+        return self.kernel(facts, constants, tile.smem_bytes, 128 * (GROUPS + 1))
+
+
+KERNEL = GatedQuerySm90()

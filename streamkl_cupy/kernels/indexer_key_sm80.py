@@ -6,22 +6,27 @@ A block has its keys, and two buffers each for a tile of queries with their weig
 
 from __future__ import annotations
 
-from . import indexer_key_sm90
 from .gpus import DeviceFacts
-from .indexer import GRID, IndexerKernel, IndexerShape, kernel, pitch, shape_constants, tile_constants, too_large
-from .indexer_query_sm80 import blocks_of, columns_of
-from .structs import INDEXER
+from .indexer import GRID, IndexerWork, pitch, too_large
+from .indexer_gradient import Gradient, Tile, columns_of, portable
+
+STAGES = 2
 
 
-def plan(shape: IndexerShape, facts: DeviceFacts) -> IndexerKernel:
-    """Hopper's own where it serves; else the largest tile that fits."""
-    own = indexer_key_sm90.plan(shape, facts)
-    if own is not None:
-        return own
-    row, unroll = pitch(shape.index_dim, shape.student), 2 if shape.student == "float32" else 4
-    for columns in columns_of(shape):
-        smem = GRID * row + 2 * (columns * (row + 4) + columns * pitch(GRID, shape.student))
-        if smem <= facts.smem_per_block:
-            constants = {**shape_constants(shape), **tile_constants(columns, 2, blocks_of(shape), unroll)}
-            return kernel("indexer_key_sm80", constants, INDEXER, smem_bytes=smem)
-    raise too_large(f"the gradient of index keys of {shape.index_dim} {shape.student} columns", facts)
+class KeySm80(Gradient):
+    """Any element type, strides and head dims."""
+
+    kind = "indexer_key"
+
+    def choice(self, work: IndexerWork, facts: DeviceFacts) -> tuple[Tile | None, str]:
+        """The largest tile that fits."""
+        shape = work.shape
+        row = pitch(shape.index_dim, shape.student)
+        for columns in columns_of(shape):
+            smem = GRID * row + STAGES * columns * (row + 4 + pitch(GRID, shape.student))
+            if smem <= facts.smem_per_block:
+                return portable(shape, columns, STAGES, smem), ""
+        return None, too_large(f"the gradient of index keys of {shape.index_dim} {shape.student} columns", facts)
+
+
+KERNEL = KeySm80()

@@ -6,17 +6,20 @@ each, and 1,024.
 
 from __future__ import annotations
 
-from .gpus import DeviceFacts
-from .indexer import GRID, IndexerKernel, IndexerShape, kernel, pitch, shape_constants, tile_constants
-from .structs import INDEXER
+from .indexer_gradient import STAGES, HopperGradient
+from .sm90 import ALIGNMENT
+
+WEIGHTS = 1024
+"""Bytes of those of a tile, which what follows begins behind on a line of the swizzle."""
 
 
-def plan(shape: IndexerShape, facts: DeviceFacts) -> IndexerKernel | None:
-    """The tile; None where the portable kernel has to serve."""
-    if facts.compute_capability != (9, 0) or shape.student == "float32" or not {"SQ", "SK"} <= shape.vectors:
-        return None
-    rows = GRID * 128 * -(-shape.index_dim // 64)
-    smem = 1024 + rows + 2 * (rows + 1024 + GRID * pitch(GRID, shape.student))
-    blocks = 2 if shape.index_dim > 128 else 3 if 3 * (smem + 1024) <= facts.smem_per_block else 2
-    constants = {**shape_constants(shape), **tile_constants(GRID, 2, blocks, 4)}
-    return kernel("indexer_key_sm90", constants, INDEXER, smem_bytes=smem)
+class KeySm90(HopperGradient):
+    """Keys stay, queries are streamed."""
+
+    kind = "indexer_key"
+
+    def smem_bytes(self, rows: int, strip: int) -> int:
+        return ALIGNMENT + rows + STAGES * (rows + WEIGHTS + strip)
+
+
+KERNEL = KeySm90()

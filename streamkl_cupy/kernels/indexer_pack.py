@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from .indexer import IndexerKernel, IndexerShape, kernel, shape_constants, tile_constants
+from .base import KernelText
+from .gpus import DeviceFacts
+from .indexer import IndexerShape, beside, side_constants
 from .structs import INDEXER_PACK
 
 THREADS = 256
 
 
-def plan(shape: IndexerShape) -> IndexerKernel:
+def plan(shape: IndexerShape, facts: DeviceFacts) -> KernelText:
     """By the type of the weights."""
-    constants = {**shape_constants(shape), **tile_constants(64, 1, 1, 1), "SKL_THREADS": THREADS}
-    return kernel("indexer_pack", constants, INDEXER_PACK, THREADS)
+    return beside("indexer_pack", facts, side_constants(shape), THREADS, INDEXER_PACK)

@@ -5,19 +5,17 @@ Bytes: 64 * 128 * chunks for the queries, and for each stage as much for the key
 
 from __future__ import annotations
 
-from .gpus import DeviceFacts
-from .indexer import GRID, IndexerKernel, IndexerShape, kernel, pitch, shape_constants, tile_constants
-from .structs import INDEXER
-
-STAGES = 2
+from .indexer_gradient import STAGES, HopperGradient
+from .sm90 import ALIGNMENT
 
 
-def plan(shape: IndexerShape, facts: DeviceFacts) -> IndexerKernel | None:
-    """The tile; None where the portable kernel has to serve."""
-    if facts.compute_capability != (9, 0) or shape.student == "float32" or not {"SQ", "SK"} <= shape.vectors:
-        return None
-    rows = GRID * 128 * -(-shape.index_dim // 64)
-    smem = 1024 + rows + STAGES * (rows + GRID * pitch(GRID, shape.student))
-    blocks = 2 if shape.index_dim > 128 else 3 if 3 * (smem + 1024) <= facts.smem_per_block else 2
-    constants = {**shape_constants(shape), **tile_constants(GRID, 2, blocks, 4)}
-    return kernel("indexer_query_sm90", constants, INDEXER, smem_bytes=smem)
+class QuerySm90(HopperGradient):
+    """Queries stay, keys are streamed."""
+
+    kind = "indexer_query"
+
+    def smem_bytes(self, rows: int, strip: int) -> int:
+        return ALIGNMENT + rows + STAGES * (rows + strip)
+
+
+KERNEL = QuerySm90()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from .indexer import GRID, IndexerKernel, kernel
+from .base import KernelText
+from .gpus import DeviceFacts
+from .indexer import GRID, beside
 from .structs import INDEXER_ROWS
 
 
-def plan() -> IndexerKernel:
+def plan(facts: DeviceFacts) -> KernelText:
     """The same for all calls."""
-    return kernel("indexer_rows", {"SKL_THREADS": GRID}, INDEXER_ROWS, GRID)
+    return beside("indexer_rows", facts, {}, GRID, INDEXER_ROWS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .indexer import IndexerKernel, IndexerShape, kernel, shape_constants, tile_constants
-from .structs import INDEXER
+from .base import KernelText
+from .gpus import DeviceFacts
+from .indexer import IndexerShape, beside, side_constants
 
 THREADS = 256
 
 
-def plan(shape: IndexerShape) -> IndexerKernel:
+def plan(shape: IndexerShape, facts: DeviceFacts) -> KernelText:
     """A warp to a row."""
-    constants = {**shape_constants(shape), **tile_constants(64, 1, 1, 1), "SKL_THREADS": THREADS}
-    return kernel("indexer_scan", constants, INDEXER, THREADS)
+    return beside("indexer_scan", facts, side_constants(shape), THREADS)

@@ -8,30 +8,38 @@ every head.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import NamedTuple
 
-from . import indexer_score_sm90
+from .base import KernelText
 from .gpus import DeviceFacts
 from .indexer import (
-    CODES,
     GRID,
     WARPS,
-    IndexerKernel,
-    IndexerShape,
-    kernel,
+    IndexerWork,
+    Scores,
     pitch,
     shape_constants,
+    teacher_constants,
     tile_constants,
     too_large,
 )
-from .structs import INDEXER
 
-Ending = Literal["rows", "strip", "target", "lse"]
-ENDINGS: tuple[Ending, ...] = ("rows", "strip", "target", "lse")
 # Whole rows where they fit, so that keys stay for all heads that read them.
 _PARTS = {"bfloat16": (192, 128, 64), "float16": (192, 128, 64), "float32": (64, 32)}
 # (columns, warps that share rows). Operands of planes take registers of their own.
 COLUMNS = {False: ((128, 2), (64, 1), (32, 1)), True: ((32, 1), (16, 1))}
+
+
+class Tile(NamedTuple):
+    """How scores are cut."""
+
+    columns: int
+    sharing: int
+    """Warps that have the same rows."""
+    teacher_part: int
+    """Columns of a row at a time."""
+    index_part: int
+    smem_bytes: int
 
 
 def _part(dim: int, most: int) -> int:
@@ -43,31 +51,33 @@ def _part(dim: int, most: int) -> int:
     return max(equal, default=most)
 
 
-def plan(shape: IndexerShape, ending: Ending, facts: DeviceFacts) -> IndexerKernel:
-    """Hopper's own where it serves; else the largest tile that fits."""
-    own = indexer_score_sm90.plan(shape, ENDINGS.index(ending), facts)
-    if own is not None:
-        return own
-    wide = "float32" in (shape.teacher, shape.student)
-    for columns, sharing in COLUMNS[wide]:
-        for teacher_most in _PARTS[shape.teacher]:
-            teacher = max(_part(shape.teacher_dim, teacher_most), 16)
-            index = _part(shape.index_dim, min(teacher_most, _PARTS[shape.student][0]))
-            row = max(pitch(teacher, shape.teacher), pitch(index, shape.student))
-            smem = 2 * (GRID + columns) * row
-            if smem > facts.smem_per_block or shape.rope_dim > teacher:
-                continue
-            constants = {
-                **shape_constants(shape),
-                **tile_constants(columns, 2, 1 if sharing > 1 else 2, 2 if wide else 4),
-                "SKL_COLUMN_WARPS": sharing,
-                "SKL_T_ELEMENT": CODES[shape.teacher],
-                "SKL_T_DIM": shape.teacher_dim,
-                "SKL_T_PART": teacher,
-                "SKL_R_DIM": shape.rope_dim,
-                "SKL_S_PART": index,
-                "SKL_ENDING": ENDINGS.index(ending),
-                "SKL_TARGET": int(shape.target),
-            }
-            return kernel("indexer_score_sm80", constants, INDEXER, 32 * WARPS * sharing, smem)
-    raise too_large(f"rotary parts of {shape.rope_dim} columns beside {shape.teacher_dim}", facts)
+class ScoreSm80(Scores[Tile]):
+    """Any element type, strides and head dims."""
+
+    def choice(self, work: IndexerWork, facts: DeviceFacts) -> tuple[Tile | None, str]:
+        """The largest tile that fits."""
+        shape = work.shape
+        for columns, sharing in COLUMNS[shape.float32]:
+            for most in _PARTS[shape.teacher]:
+                teacher = max(_part(shape.teacher_dim, most), 16)
+                index = _part(shape.index_dim, min(most, _PARTS[shape.student][0]))
+                row = max(pitch(teacher, shape.teacher), pitch(index, shape.student))
+                smem = 2 * (GRID + columns) * row
+                if smem <= facts.smem_per_block and shape.rope_dim <= teacher:
+                    return Tile(columns, sharing, teacher, index, smem), ""
+        return None, too_large(f"rotary parts of {shape.rope_dim} columns beside {shape.teacher_dim}", facts)
+
+    def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
+        shape = work.shape
+        constants = {
+            **shape_constants(shape),
+            **tile_constants(tile.columns, 2, 1 if tile.sharing > 1 else 2, 2 if shape.float32 else 4),
+            **teacher_constants(shape, work.ending),
+            "SKL_COLUMN_WARPS": tile.sharing,
+            "SKL_T_PART": tile.teacher_part,
+            "SKL_S_PART": tile.index_part,
+        }
+        return self.kernel(facts, constants, tile.smem_bytes, 32 * WARPS * tile.sharing)
+
+
+KERNEL = ScoreSm80()

@@ -12,22 +12,35 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .base import Box
+from ..ops import INDEXER_KL
+from .base import PLANES, Box, KernelText
 from .gpus import DeviceFacts
-from .indexer import CODES, GRID, WARPS, IndexerKernel, IndexerShape, shape_constants
-from .sm90 import ALIGNMENT, ARRIVING_LANES, chunks
+from .indexer import (
+    GRID,
+    OPERANDS,
+    WARPS,
+    Ending,
+    HopperIndexerKernel,
+    IndexerWork,
+    RowCut,
+    Scores,
+    shape_constants,
+    teacher_constants,
+)
+from .sm90 import ALIGNMENT, arrivals, chunks
 from .structs import HOPPER_INDEXER, INDEXER_MAPS
 
-ENDINGS = ("rows", "strip")
+STREAM_ENDINGS: tuple[Ending, ...] = ("rows", "strip")
 """That there are."""
 ITEM_BYTES = 40
 COLUMNS = 256
 """Keys of a tile, of both warpgroups."""
 MOST_STATES = 128
 """Of a row, one of each half of a share of its keys: 2 KiB."""
+THREADS = 3 * 128
 
 
-class Tile(NamedTuple):
+class TileRow(NamedTuple):
     """How keys are read."""
 
     columns: int
@@ -37,7 +50,15 @@ class Tile(NamedTuple):
     """Blocks that have keys in common."""
 
 
-_TABLE = {False: (Tile(COLUMNS),), True: (Tile(COLUMNS, True, 2),)}
+class Tile(NamedTuple):
+    """The same with what shared memory has room for."""
+
+    row: TileRow
+    stages: int
+    smem_bytes: int
+
+
+_TABLE = {False: TileRow(COLUMNS), True: TileRow(COLUMNS, True, 2)}
 """By whether heads of a group read several key heads."""
 MOST_STAGES = 16
 LEAST_HEADS = 2
@@ -46,86 +67,82 @@ REGISTERS = {1: (232, 40), 2: (224, 56)}
 """Of consumers and producer, by the blocks of a cluster."""
 
 
-def lacks(shape: IndexerShape, ending: str, several: bool, facts: DeviceFacts) -> str:
-    """Why another kernel has to serve; empty where this one does."""
-    if facts.compute_capability != (9, 0):
-        return "it needs compute capability 9.0"
-    if ending not in ENDINGS:
-        return f"it has no ending for {ending}"
-    if shape.target:
-        return "it computes the teacher's heads, and their sum is given"
-    if "float32" in (shape.teacher, shape.student):
-        return "it multiplies 16-bit elements"
-    if shape.rope_dim:
-        return "it has no rotary parts"
-    if shape.teacher_dim % 8 or shape.index_dim % 8:
-        return "head dims must be multiples of 8"
-    if several and shape.bits and ending == "rows":
-        return "registers beside several key heads do not suffice for bits of keys"
-    if missing := {"TQ", "TK", "SQ", "SK"} - shape.maps:
-        return f"tensor maps cannot describe {', '.join(sorted(missing))}"
-    return "" if _fitting(shape, several, facts) else "the head dims need more shared memory than there is"
+class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
+    """16-bit elements that tensor maps can describe."""
 
+    name = "indexer_stream"
+    streams = True
 
-def _fitting(shape: IndexerShape, several: bool, facts: DeviceFacts) -> tuple[Tile, int, int] | None:
-    """The best tile, its stages and its shared memory."""
-    teacher, student = chunks(shape.teacher_dim), chunks(shape.index_dim)
-    for tile in _TABLE[several]:
-        keys = tile.columns * 128 * (student if tile.stream else teacher + student)
-        piece = 128 * (GRID + tile.columns) if tile.stream else 128 * GRID
-        least = 2 if tile.stream else LEAST_HEADS * max(teacher, student)
+    def lacks(self, work: IndexerWork, facts: DeviceFacts) -> str:
+        shape = work.shape
+        if work.ending not in STREAM_ENDINGS:
+            return f"it has no ending for {work.ending}"
+        if shape.target:
+            return "it computes the teacher's heads, and their sum is given"
+        if shape.float32:
+            return "it multiplies 16-bit elements"
+        if shape.rope_dim:
+            return "it has no rotary parts"
+        if shape.teacher_dim % 8 or shape.index_dim % 8:
+            return "head dims must be multiples of 8"
+        if work.several_keys and shape.bits and work.ending == "rows":
+            return "registers beside several key heads do not suffice for bits of keys"
+        if missing := {key for key, name in OPERANDS.items() if name in INDEXER_MAPS} - shape.maps:
+            return f"tensor maps cannot describe {', '.join(sorted(missing))}"
+        return ""
+
+    def choice(self, work: IndexerWork, facts: DeviceFacts) -> tuple[Tile | None, str]:
+        """As many stages as there is memory for."""
+        if reason := self.refuses(work, facts):
+            return None, reason
+        teacher, student = chunks(work.shape.teacher_dim), chunks(work.shape.index_dim)
+        row = _TABLE[work.several_keys]
+        keys = row.columns * 128 * (student if row.stream else teacher + student)
+        piece = 128 * (GRID + row.columns) if row.stream else 128 * GRID
+        least = 2 if row.stream else LEAST_HEADS * max(teacher, student)
         for stages in range(MOST_STAGES, least - 1, -1):
             smem = ALIGNMENT + keys + stages * piece + 8 * (8 + 2 * stages) + 2 * ITEM_BYTES
             if smem <= facts.smem_per_block:
-                return tile, stages, smem
-    return None
+                return Tile(row, stages, smem), ""
+        return None, "the head dims need more shared memory than there is"
+
+    def row_cut(self, work: IndexerWork, splits: int) -> RowCut:
+        """Two states of each share, a tile of keys or so many that a row has no more states than it may."""
+        tiles = -(-work.keys // COLUMNS)
+        share = COLUMNS * max(-(-2 * tiles // MOST_STATES), 1)
+        return RowCut(2 * -(-work.keys // share), share, _TABLE[work.several_keys].cluster)
+
+    def grid(self, work: IndexerWork, tiles: int, splits: int, entries: int, facts: DeviceFacts) -> tuple[int, int]:
+        cut = self.row_cut(work, splits)
+        together = cut.tiles
+        # Tiles of a launch may begin or end in the midst of those of a cluster.
+        clusters = ((tiles + together - 1) // together + (together > 1)) * entries * (cut.states // 2)
+        return together * min(clusters, facts.multiprocessors // together), 1
+
+    def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
+        row, stages, smem = tile
+        consumer, producer = REGISTERS[row.cluster]
+        constants = {
+            **shape_constants(work.shape),
+            **teacher_constants(work.shape, work.ending),
+            "SKL_ROWS": GRID,
+            "SKL_COLUMNS": row.columns,
+            "SKL_WARPS": WARPS,
+            "SKL_COLUMN_WARPS": 2,
+            "SKL_WARP_TILES": 1,
+            "SKL_STAGES": stages,
+            "SKL_ROWS_ARE_QUERIES": 1,
+            "SKL_PLANES": PLANES["highest"],
+            **arrivals(),
+            "SKL_KEYS_STREAM": int(row.stream),
+            "SKL_CLUSTER": row.cluster,
+            "SKL_SHARE_KEYS": self.row_cut(work, 1).share_keys,
+            "SKL_CONSUMER_REGISTERS": consumer,
+            "SKL_PRODUCER_REGISTERS": producer,
+        }
+        at_once = {"q": GRID, "k": row.columns // max(row.cluster, 2)}
+        boxes = tuple(Box(name, at_once[INDEXER_KL.operand[name].rows]) for name in INDEXER_MAPS)
+        return self.kernel(facts, constants, smem, THREADS, HOPPER_INDEXER, boxes)
 
 
-def share_keys(keys: int) -> int:
-    """Keys of a share: a tile, or so many tiles that a row has no more states than it may."""
-    tiles = -(-keys // COLUMNS)
-    return COLUMNS * max(-(-2 * tiles // MOST_STATES), 1)
-
-
-def tiles_together(several: bool) -> int:
-    """Row tiles that have their shares of keys in common."""
-    return _TABLE[several][0].cluster
-
-
-def states(keys: int) -> int:
-    """Of a row: one of each half of a share."""
-    return 2 * -(-keys // share_keys(keys))
-
-
-def plan(shape: IndexerShape, ending: str, several: bool, keys: int, facts: DeviceFacts) -> IndexerKernel:
-    """For so many keys, where it lacks nothing; `several`: heads of a group read more than one key head."""
-    found = _fitting(shape, several, facts)
-    assert found is not None
-    tile, stages, smem = found
-    consumer, producer = REGISTERS[tile.cluster]
-    constants = {
-        **shape_constants(shape),
-        "SKL_ROWS": GRID,
-        "SKL_COLUMNS": tile.columns,
-        "SKL_WARPS": WARPS,
-        "SKL_COLUMN_WARPS": 2,
-        "SKL_WARP_TILES": 1,
-        "SKL_STAGES": stages,
-        "SKL_ROWS_ARE_QUERIES": 1,
-        "SKL_PLANES": 3,
-        "SKL_ARRIVING_LANES": ARRIVING_LANES,
-        "SKL_KEYS_STREAM": int(tile.stream),
-        "SKL_CLUSTER": tile.cluster,
-        "SKL_SHARE_KEYS": share_keys(keys),
-        "SKL_CONSUMER_REGISTERS": consumer,
-        "SKL_PRODUCER_REGISTERS": producer,
-        "SKL_T_ELEMENT": CODES[shape.teacher],
-        "SKL_T_DIM": shape.teacher_dim,
-        "SKL_R_DIM": shape.rope_dim,
-        "SKL_ENDING": ENDINGS.index(ending),
-        "SKL_TARGET": 0,
-        "SKL_SMEM_BYTES": smem,
-    }
-    keys_at_once = tile.columns // max(tile.cluster, 2)
-    boxes = tuple(Box(name, keys_at_once if name.endswith("_k") else GRID) for name in INDEXER_MAPS)
-    return IndexerKernel("indexer_stream_sm90", tuple(sorted(constants.items())), HOPPER_INDEXER, 384, smem, boxes)
+KERNEL = StreamSm90()

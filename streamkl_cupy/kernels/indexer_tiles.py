@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .indexer import IndexerKernel, IndexerShape, kernel, shape_constants, tile_constants
-from .structs import INDEXER
+from .base import KernelText
+from .gpus import DeviceFacts
+from .indexer import IndexerShape, beside, side_constants
 
 THREADS = 256
 
 
-def plan(shape: IndexerShape, weighted: bool) -> IndexerKernel:
+def plan(shape: IndexerShape, weighted: bool, facts: DeviceFacts) -> KernelText:
     """A thread to a piece of 16 bytes."""
-    constants = {**shape_constants(shape), **tile_constants(64, 1, 1, 1), "SKL_THREADS": THREADS}
-    return kernel("indexer_tiles", {**constants, "SKL_WEIGHTED": int(weighted)}, INDEXER, THREADS)
+    return beside("indexer_tiles", facts, {**side_constants(shape), "SKL_WEIGHTED": int(weighted)}, THREADS)

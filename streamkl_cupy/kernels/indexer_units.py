@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from .indexer import IndexerKernel, kernel, tile_constants
-from .structs import INDEXER
+from .base import KernelText
+from .gpus import DeviceFacts
+from .indexer import GRID, beside, tile_constants
 
 THREADS = 256
 
 
-def plan() -> IndexerKernel:
+def plan(facts: DeviceFacts) -> KernelText:
     """The same for all calls."""
-    return kernel(
-        "indexer_units", {**tile_constants(64, 1, 1, 1), "SKL_BITS": 0, "SKL_THREADS": THREADS}, INDEXER, THREADS
-    )
+    return beside("indexer_units", facts, {**tile_constants(GRID, 1, 1, 1), "SKL_BITS": 0}, THREADS)

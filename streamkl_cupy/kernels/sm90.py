@@ -28,6 +28,11 @@ ARRIVING_LANES = 1
 Row = TypeVar("Row", bound=TileRow)
 
 
+def arrivals() -> dict[str, int]:
+    """What is compiled in of arriving, as it is now."""
+    return {"SKL_ARRIVING_LANES": ARRIVING_LANES}
+
+
 class Hopper(Kernel[Row]):
     """What its kernels have in common."""
 
@@ -75,7 +80,7 @@ class Hopper(Kernel[Row]):
         return tile.warps * 32 + 128
 
     def constants(self, work: Work, tile: Row) -> dict[str, int]:
-        return {"SKL_ARRIVING_LANES": ARRIVING_LANES}
+        return arrivals()
 
     def boxes(self, work: Work, tile: Row) -> tuple[Box, ...]:
         op = work.problem.operation
