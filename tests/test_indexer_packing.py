@@ -348,7 +348,7 @@ def test_a_backward_is_packed_by_name(
         "bits": 4 * n["B"] * 11,
     }  # fmt: skip
     wanted |= {"key_sums": 4 * cut.shares * n["B"] * n["J"] * n["N"] * depth} if "index_k" in wrt else {}
-    assert book.cleared == [(regions["broken"], 4)]
+    assert book.cleared == [(regions["broken"], structs.INDEXER_LINE)]
     symbols = [symbol for symbol, *_ in book]
     strips = (["score"] + ["query"] * (wrt != ("index_k",)) + ["key"] * ("index_k" in wrt)) * tiles
     assert [x for x in symbols if x != "bits"] == ["rows", "pack", "scan", *strips, *["sum"] * ("index_k" in wrt)]

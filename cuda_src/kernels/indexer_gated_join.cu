@@ -7,7 +7,8 @@
 #include "tile/element.cuh"
 
 using E = Element<SKL_S_ELEMENT>;
-constexpr int kDepth = round_up(SKL_S_DIM, 16), kPartKeys = SKL_PART_KEYS, kMostShares = SKL_SHARES;
+constexpr int kDepth = IndexerGradients::kKeySums, kPartKeys = SKL_PART_KEYS, kMostShares = SKL_SHARES;
+static_assert(IndexerGradients::kPartials == kDepth, "plan: what lies beside the sums has rows like theirs");
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS)
     streamkl_indexer_gated_join(const __grid_constant__ IndexerArgs args) {

@@ -31,7 +31,8 @@
 
 constexpr bool kGated = SKL_GATED;
 constexpr int kGroups = 2, kKeyTiles = kKeyBlock / kStripTile, kTilesEach = kKeyTiles / kGroups, kRing = SKL_STAGES;
-constexpr int kDepth = round_up(SKL_S_DIM, 16);
+constexpr int kDepth = IndexerGradients::kKeySums;
+static_assert(IndexerGradients::kPartials == kDepth, "plan: what lies beside the sums has rows like theirs");
 
 // Shared memory, as addresses.
 struct Layout {

@@ -44,6 +44,8 @@ struct Layout {
     __device__ u32 empty(int slot) const { return full(kRing) + 8 * slot; }
 };
 static_assert(Layout::kBytes == SKL_SMEM_BYTES && Layout::kStage % 1024 == 0, "plan: smem_bytes");
+static_assert(IndexerGradients::kKeptFlags == 4 * kGroups && IndexerGradients::kItems == 1,
+              "plan: a flag of each warp");
 static_assert(SKL_SQ_VECTOR && SKL_S_DIM % 8 == 0, "plan: elements come 16 bytes at a time");
 
 // Where heads do not fill an item, it computes some twice.

@@ -3,6 +3,8 @@
 #include "common/args.cuh"
 #include "common/math.cuh"
 
+static_assert(IndexerRowRegions::kStates == 4, "plan: a float4 for each state");
+
 // Adds a share's state to the sum of those before it.
 __device__ inline void add_state(float4& sum, const float4& x) {
     const float to = fmaxf(sum.x, x.x), d = to - sum.x, other = to - x.x;

@@ -6,6 +6,8 @@
 #include "tile/element.cuh"
 
 using E = Element<SKL_W_ELEMENT>;
+static_assert(IndexerRowRegions::kLse2 == 1 && IndexerRowRegions::kWeights == 1 && IndexerRowRegions::kRowStats == 4,
+              "plan: floats, and a float4 for each row");
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS)
     streamkl_indexer_pack(const __grid_constant__ IndexerPackArgs args) {

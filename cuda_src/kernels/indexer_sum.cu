@@ -7,7 +7,7 @@ using E = Element<SKL_S_ELEMENT>;
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS)
     streamkl_indexer_sum(const __grid_constant__ IndexerArgs args) {
-    const int depth = round_up(SKL_S_DIM, 16);
+    constexpr int depth = IndexerGradients::kKeySums;
     const i64 index = static_cast<i64>(blockIdx.x) * SKL_THREADS + threadIdx.x;
     const int column = static_cast<int>(index % SKL_S_DIM), entry = blockIdx.y;
     const i64 key = index / SKL_S_DIM;

@@ -16,6 +16,9 @@ using Operand = Element<kBf16>;
 constexpr bool kWeighted = SKL_WEIGHTED;
 constexpr int kChunks = ceil_div(SKL_S_DIM, 64), kPieces = 8 * kChunks, kTileRows = 64;
 static_assert(kPieces == 8 || kPieces == 16, "plan: pieces of a row are part of a warp");
+static_assert(IndexerGradients::kKeyTiles == kChunks * kTileRows * 128 &&
+                  IndexerStrip::kWeightedQueries == IndexerGradients::kKeyTiles,
+              "plan: tiles of operands");
 static_assert(SKL_S_DIM % 8 == 0 && E::kBytes == 2, "plan: rows are whole pieces");
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS)

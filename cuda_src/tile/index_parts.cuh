@@ -14,6 +14,9 @@ constexpr int kStripTile = 64;
 static_assert((kStripTile % kColumns == 0 || kColumns % kStripTile == 0) && kStripTile % kRows == 0,
               "plan: tiles lie on the strip's grid");
 
+static_assert(IndexerRowRegions::kRowKeys == 2 && IndexerRowRegions::kTileKeys == 2 && IndexerRowRegions::kBits == 1,
+              "plan: an int2 for each row and each row tile, a word of bits");
+
 // The keys that any of the rows of a tile of the grid sees, whole tiles of the grid; empty where no row sees one.
 __device__ inline Range keys_of_tile(const IndexerArgs& args, int batch, int tile) {
     const int2 x = reinterpret_cast<const int2*>(args.tile_keys)[batch * args.grid_tiles + tile];

@@ -25,6 +25,9 @@ constexpr bool kTiledStrip = SKL_TILED_STRIP;
 // it.
 using StripElement = Element<SKL_S_ELEMENT == kF16 ? int(kBf16) : SKL_S_ELEMENT>;
 constexpr int kStripTileBytes = kStripTile * kStripTile * 2, kGateWords = 2 * kStripTile;
+static_assert(IndexerStrip::kStrip == kStripTile * kStripTile * StripElement::kBytes &&
+                  IndexerStrip::kGates == kGateWords,
+              "plan: tiles of 64 x 64 gradients, and their gates");
 
 // Where those of a row tile of a batch entry begin, counted over all before it, and how many there are.
 struct StripRow {

@@ -12,7 +12,7 @@ import ctypes
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..arrays import ArrayView, Gradients, Inputs, MaskArrays, Results, Saved
 from ..compiler.nvrtc import import_cupy, load
@@ -32,7 +32,7 @@ from ..kernels.tensor_maps import encode
 from ..launch import Command, Launches, address_of, in_context, refuse_in_capture
 from ..problem import compact_strides
 from ..rules.scores.interface import LOG2E
-from .plan import LINE, IndexerPlan, letters, make_plan, operand_of
+from .plan import IndexerPlan, Place, letters, make_plan, operand_of, places
 from .problem import IndexProblem, Views
 from .strips import Strip
 
@@ -129,13 +129,6 @@ class Runner(Launches):
         return handle
 
 
-class _Place(NamedTuple):
-    """A region of a workspace."""
-
-    address: int
-    bytes: int
-
-
 def _tensor(name: str, view: ArrayView | None, problem: IndexProblem, axes: str) -> dict[str, Value]:
     """Strides and address of an array by the letters that stand for batch, head, row and column, "-" for none."""
     fields = ("batch", "head", "row", "column")[: len(axes)]
@@ -162,13 +155,13 @@ class _Call:
     def forward(self, out: Results) -> list[Command]:
         """Into these; and into the teacher's log-sum-exps where none were given."""
         p = self.problem
-        room = self._room(self.plan.forward_regions(self.plan.makes_lse))
+        room = places(self.plan.forward_sizes(), self.workspace)
         score, cut = self.plan.score("rows").text, self.plan.row_cut
         args, rows = self._rows(room)
         if self.plan.makes_lse:
             self._make_lse(args, rows, room, out.made_lse)
         self._pack(room, out.made_lse if self.plan.makes_lse else self.views.get("teacher_lse"), {})
-        args |= {"states": room["states"].address, "splits": cut.states}
+        args |= {"states": room["states"].at, "splits": cut.states}
         for tiles in self._tiles(self.plan.bit_tiles):
             here = args | self._bits(rows, room, tiles)
             self._run(score, self.plan.score_grid("rows", len(tiles), self.cut.splits), here)
@@ -178,10 +171,10 @@ class _Call:
         return self.commands
 
     def _make_lse(
-        self, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, _Place], out: ArrayView
+        self, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, Place], out: ArrayView
     ) -> None:
         p, heads, splits = self.problem, self.problem["B"] * self.sizes["H"], self.cut.lse_splits
-        more = args | {"states": room["states"].address, "splits": splits} | _tensor("out_lse", out, p, "BHM")
+        more = args | {"states": room["states"].at, "splits": splits} | _tensor("out_lse", out, p, "BHM")
         for tiles in self._tiles(self.plan.bit_tiles):
             here = more | self._bits(rows, room, tiles)
             self._run(self.plan.score("lse").text, self.plan.score_grid("lse", len(tiles), splits), here)
@@ -197,13 +190,13 @@ class _Call:
         """Into (B, G, R, N) of R rows."""
         p, lse, out = self.problem, self.views.get("teacher_lse"), outputs.target
         first_row, end_row = p.rows or (0, p["M"])
-        room = self._room(self.plan.forward_regions(self.plan.makes_lse))
+        room = places(self.plan.forward_sizes(), self.workspace)
         first, end = first_row // GRID, -(-end_row // GRID)
-        self._clear(_Place(out.ptr, 4 * prod(out.shape)))
+        self._clear(Place(out.ptr, 4 * prod(out.shape)))
         args, rows = self._rows(room)
         if self.plan.makes_lse:
             shape = p.shape("BHM")
-            made = (room["made_lse"].address, None)
+            made = (room["made_lse"].at, None)
             lse = ArrayView("teacher_lse", "", p.device, "float32", shape, compact_strides(shape), *made)
             self._make_lse(args, rows, room, lse)
         self._pack(room, lse, {})
@@ -223,11 +216,11 @@ class _Call:
     def backward(self, saved: Saved, out: Gradients, plan: IndexerPlan) -> list[Command]:
         """The gradients that there is room for, strip by strip."""
         p = self.problem
-        room = self._room(plan.backward_regions(plan.wrt))
+        room = places(plan.backward_sizes(), self.workspace)
         args, rows = self._rows(room)
         lse = self.views.get("teacher_lse") if saved.made_lse is None else saved.made_lse
         self._pack(room, lse, {"grad": saved.grad, "index_lse": saved.index_lse, "target_sum": saved.target_sum})
-        args |= {name: place.address for name, place in room.items() if name in INDEXER}
+        args |= {name: place.at for name, place in room.items() if name in INDEXER}
         args |= _tensor("out_q", out.index_q, p, "BIMD")
         args |= _tensor("out_weights", out.index_weights, p, "BIM")
         args |= _tensor("out_k", out.index_k, p, "BJND")
@@ -239,14 +232,14 @@ class _Call:
         return self.commands
 
     def _of_strip(
-        self, strip: Strip, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, _Place]
+        self, strip: Strip, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, Place]
     ) -> dict[str, Value]:
         """What kernels of a strip read."""
         where = {"strip_rows": strip.tiles * GRID, "strip_pitch": strip.keys, "splits": strip.splits}
         return args | self._bits(rows, room, range(strip.first, strip.first + strip.tiles)) | where
 
     def _strips(
-        self, plan: IndexerPlan, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, _Place]
+        self, plan: IndexerPlan, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, Place]
     ) -> None:
         """Strip by strip: the gradients of logits, then the kernels that compute scores again and multiply by them."""
         p, n = self.problem, self.sizes
@@ -268,7 +261,7 @@ class _Call:
             self._run(last, (-(-p["N"] * n["D"] // last.threads), p["B"] * n["J"]), args)
 
     def _gated_strips(
-        self, plan: IndexerPlan, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, _Place]
+        self, plan: IndexerPlan, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, Place]
     ) -> None:
         """Strip by strip: the gradients of logits and all gates, then the kernels that multiply by them."""
         p, n = self.problem, self.sizes
@@ -279,13 +272,13 @@ class _Call:
             self._clear(room["kept_flags"])
         if key is not None:
             self._clear(room["key_sums"])
-        args |= {"kept_sums": room["partials"].address}
+        args |= {"kept_sums": room["partials"].at}
         weighted = plan.tiles(weighted=True)
         for number, strip in enumerate(plan.strips):
             blocks = strip.keys // indexer_gated_key_sm90.KEY_BLOCK
             more: dict[str, Value] = {"strip_number": number, "key_blocks": blocks, "head_blocks": plan.head_blocks}
-            address = room["strips"].address
-            for name, size in plan.strip_regions(strip.tiles, strip.pairs).items():
+            address = room["strips"].at
+            for name, size in plan.strip_sizes(strip.tiles, strip.pairs).items():
                 more[name] = address
                 address += size
             here = self._of_strip(strip, args | more, rows, room)
@@ -299,21 +292,13 @@ class _Call:
                 parts = indexer_gated_key_sm90.KEY_BLOCK // indexer_gated_join.PART_KEYS
                 self._run(plan.key_sum, (p["B"] * n["J"] * blocks, parts), here)
 
-    def _room(self, regions: dict[str, int]) -> dict[str, _Place]:
-        """The workspace, cut into regions."""
-        found, address = {}, -(-self.workspace // LINE) * LINE
-        for name, size in regions.items():
-            found[name] = _Place(address, size)
-            address += -(-size // LINE) * LINE
-        return found
-
-    def _rows(self, room: Mapping[str, _Place]) -> tuple[dict[str, Value], dict[str, Value]]:
+    def _rows(self, room: Mapping[str, Place]) -> tuple[dict[str, Value], dict[str, Value]]:
         """Find which keys rows see; what all score kernels read, and what the kernel of bits does."""
         fields = self._row_fields(room)
         self._run(indexer_rows.plan(self.facts), (self.cut.grid_tiles, self.problem["B"]), fields)
         return self._score_fields(room), fields
 
-    def _row_fields(self, room: Mapping[str, _Place]) -> dict[str, Value]:
+    def _row_fields(self, room: Mapping[str, Place]) -> dict[str, Value]:
         """What the kernels read that say which keys rows see."""
         p, views, rule = self.problem, self.views, self.problem.rule
         wide = {
@@ -333,7 +318,7 @@ class _Call:
             **_tensor("counts", views.get("topk_length"), p, "BGM"),
             **_tensor("ids", ids, p, "BGMC"),
             **{name: views[name].ptr if name in views else 0 for name in ("cu_seqlens_q", "cu_seqlens_k")},
-            **{name: room[name].address for name in ("row_keys", "tile_keys", "bases", "bits")},
+            **{name: room[name].at for name in ("row_keys", "tile_keys", "bases", "bits")},
             "q_offset": rule.q_offset or 0,
             "chosen": self.sizes.get("C", 0),
             "queries": p["M"],
@@ -349,7 +334,7 @@ class _Call:
             **{f"wide_{key}": int(name in views and views[name].dtype == "int64") for key, name in wide.items()},
         }
 
-    def _score_fields(self, room: Mapping[str, _Place]) -> dict[str, Value]:
+    def _score_fields(self, room: Mapping[str, Place]) -> dict[str, Value]:
         """What kernels of score tiles read, and those of their products."""
         p, views, n = self.problem, self.views, self.sizes
         return {
@@ -367,7 +352,7 @@ class _Call:
                 for name in ("value", "lse", "mass", "weights")
                 for k, v in _tensor(f"out_{name}", None, p, "BGM").items()
             },
-            **{name: room[name].address for name in ("lse2", "weights", "row_keys", "tile_keys", "bits")},
+            **{name: room[name].at for name in ("lse2", "weights", "row_keys", "tile_keys", "bits")},
             "row_stats": 0,
             "states": 0,
             "strip": 0,
@@ -404,7 +389,7 @@ class _Call:
             "head_blocks": 0,
         }
 
-    def _bits(self, rows: dict[str, Value], room: Mapping[str, _Place], tiles: range) -> dict[str, Value]:
+    def _bits(self, rows: dict[str, Value], room: Mapping[str, Place], tiles: range) -> dict[str, Value]:
         """Make the bits of the rows of some tiles; what a launch for these reads."""
         where: dict[str, Value] = {"first_tile": tiles.start, "tiles": len(tiles)}
         if not self.shape.bits:
@@ -417,15 +402,15 @@ class _Call:
         self._run(bits, grid, rows | {"first_row": first, "bit_rows": count})
         return where | {
             # Kernels count rows from the first of the call.
-            "bits": (room["bits"].address - 4 * words * first) % 2**64,
+            "bits": (room["bits"].at - 4 * words * first) % 2**64,
             "bits_batch": plan.bit_groups * count * words,
             "bits_group": count * words if plan.bit_groups > 1 else 0,
             "bits_row": words if chosen else 0,
         }
 
-    def _pack(self, room: Mapping[str, _Place], lse: ArrayView | None, saved: Mapping[str, ArrayView]) -> None:
+    def _pack(self, room: Mapping[str, Place], lse: ArrayView | None, saved: Mapping[str, ArrayView]) -> None:
         p, n = self.problem, self.sizes
-        row_stats = room["row_stats"].address if saved else 0
+        row_stats = room["row_stats"].at if saved else 0
         pack = indexer_pack.plan(self.shape, self.facts)
         vectors = p["B"] * ((n["H"] if lse is not None else 0) + n["I"] + (p.groups if saved else 0))
         self._run(
@@ -437,8 +422,8 @@ class _Call:
                 **_tensor("grad", saved.get("grad"), p, "BGM"),
                 **_tensor("index_lse", saved.get("index_lse"), p, "BGM"),
                 **_tensor("mass", saved.get("target_sum"), p, "BGM"),
-                "lse2": room["lse2"].address,
-                "weights": room["weights"].address,
+                "lse2": room["lse2"].at,
+                "weights": room["weights"].at,
                 "row_stats": row_stats,
                 "entries": p["B"],
                 "groups": p.groups,
@@ -453,8 +438,8 @@ class _Call:
         view = self.views[box.name]
         return _WORDS.unpack(encode(view.ptr, operand_of(view, self.problem), self.problem["B"], box))
 
-    def _clear(self, place: _Place) -> None:
-        self.commands.append(Command(self.runner.runtime.memsetAsync, (place.address, 0, place.bytes)))
+    def _clear(self, place: Place) -> None:
+        self.commands.append(Command(self.runner.runtime.memsetAsync, (place.at, 0, place.bytes)))
 
     def _run(self, kernel: KernelText, grid: tuple[int, ...], values: Mapping[str, Value]) -> None:
         """Launch a kernel; one that has nothing to do is left out."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..arrays import ITEMSIZE, ArrayView
@@ -30,6 +30,7 @@ from ..kernels import (
 from ..kernels.base import Candidate, KernelText
 from ..kernels.gpus import GPUS, DeviceFacts
 from ..kernels.indexer import GRID, OPERANDS, Ending, IndexerShape, IndexerWork, RowCut
+from ..kernels.structs import INDEXER_LINE, INDEXER_ROW_REGIONS, Regions, indexer_gradients, indexer_strip
 from ..kernels.tensor_maps import no_map
 from ..ops import INDEXER_KL
 from ..ops.indexer_kl import WRT
@@ -48,8 +49,10 @@ BLOCKS_PER_MULTIPROCESSOR = 6
 BITS_BYTES = 32 << 20
 """Of the bits of chosen keys at a time, in a forward; a backward has those of a strip."""
 MOST_SPLITS = 64
-LINE = 256
-"""Bytes that regions of a workspace are multiples of."""
+ROW_REGIONS = ("lse2", "weights", "row_keys", "tile_keys", "bases", "bits")
+"""What every request has in its workspace of rows."""
+SPARE_LINES = 4
+"""Of a workspace, which begins anywhere and its regions on a line."""
 
 
 class Cut(NamedTuple):
@@ -263,11 +266,19 @@ class IndexerPlan:
             keys, step = -(-p["N"] // GRID) * GRID, max(c.strip_tiles, 1)
             firsts = range(0, c.grid_tiles, step)
             return tuple(Strip(i, min(step, c.grid_tiles - i), keys, 0, c.strip_splits) for i in firsts)
-        rest = total(self.gated_regions(WRT, ()))
+        rest = total(self.gated_sizes(WRT, self.counts(0), 0))
         room, heads = max(GATED_BYTES - rest, LEAST_GATED_BYTES), (self.sizes["H"] + self.sizes["I"]) // p.groups
 
+        bits = INDEXER_ROW_REGIONS.only(("bits",))
+
+        def asked(tiles: int, pairs: int) -> int:
+            return self.strip_bytes(tiles, pairs) + bits.bytes(self.counts(tiles))
+
+        # Straight lines, asked for often.
+        least, tile, pair = asked(0, 0), asked(1, 0), asked(0, GRID**2)
+
         def size(tiles: int, pairs: int) -> int:
-            return self.strip_bytes(tiles, pairs) + self.row_regions(tiles)["bits"]
+            return least + tiles * (tile - least) + pairs // GRID**2 * (pair - least)
 
         found = cut_strips(p, self.facts.multiprocessors, heads, size, room)
         wanted = BLOCKS_PER_MULTIPROCESSOR * self.facts.multiprocessors
@@ -367,96 +378,88 @@ class IndexerPlan:
         each = 4 * self.problem["B"] * self.bit_groups * GRID * self.words
         return min(max(BITS_BYTES // max(each, 1), 1), self.cut.grid_tiles)
 
-    def row_regions(self, bit_tiles: int) -> dict[str, int]:
-        """Bytes of what every request has in its workspace, with bits of so many row tiles."""
-        p, n = self.problem, self.sizes
-        rows = p["B"] * p["M"]
-        rows_of_bits = self.bit_groups * bit_tiles * GRID if "topk_indices" in p.given else 1
+    def counts(self, tiles: int) -> dict[str, int]:
+        """Of what regions of a workspace have entries, with bits and gradients of so many row tiles at a time."""
+        n, block = self.sizes, indexer_gated_key_sm90.KEY_BLOCK
+        lse = self.cut.lse_splits * n["H"] if self.makes_lse and self.cut.lse_splits > 1 else 0
+        key_tiles = -(-n["N"] // GRID)
         return {
-            "lse2": 4 * n["H"] * rows,
-            "weights": 4 * n["I"] * rows,
-            "row_keys": 8 * rows,
-            "tile_keys": 8 * p["B"] * self.cut.grid_tiles,
-            "bases": 4 * rows,
-            "bits": 4 * p["B"] * rows_of_bits * self.words if self.shape.bits else 0,
-        }
-
-    def forward_regions(self, makes_lse: bool) -> dict[str, int]:
-        """Bytes of the regions of a forward's workspace, or of a target's."""
-        p, c = self.problem, self.cut
-        lse = c.lse_splits * self.sizes["H"] if makes_lse and c.lse_splits > 1 else 0
-        states = 16 * max(self.row_cut.states * p.groups, lse) * p["M"] * p["B"]
-        made = {} if "made_lse" in p.operation.ruled_rows or not makes_lse else {"made_lse": 4 * prod(p.shape("BHM"))}
-        return {**self.row_regions(self.bit_tiles), "states": states, **made}
-
-    def backward_regions(self, wrt: Collection[str]) -> dict[str, int]:
-        """Bytes of the regions of a backward's workspace."""
-        if not self.no_gates:
-            return self.gated_regions(wrt, self.strips)
-        p, n = self.problem, self.sizes
-        entries, depth = p["B"] * p.groups, -(-n["D"] // 16) * 16
-        tiles = max((strip.tiles for strip in self.strips), default=0)
-        return {
-            **self.row_regions(tiles),
-            "row_stats": 16 * entries * p["M"],
-            "strip": entries * tiles * GRID * -(-p["N"] // GRID) * GRID * ITEMSIZE[self.shape.student],
-            "key_sums": 4 * self.shares * p["B"] * n["J"] * p["N"] * depth if "index_k" in wrt else 0,
-            "broken": 4,
-        }
-
-    def gated_regions(self, wrt: Collection[str], strips: Collection[Strip]) -> dict[str, int]:
-        """The same where gates are kept; one region has what strips have one after the other."""
-        p, n, shares = self.problem, self.sizes, self.facts.multiprocessors
-        depth, block = -(-n["D"] // 16) * 16, indexer_gated_key_sm90.KEY_BLOCK
-        tiles = max((strip.tiles for strip in strips), default=0)
-        regions = {
-            **self.row_regions(tiles),
-            "row_stats": 16 * p["B"] * p.groups * p["M"],
-            "strips": max((self.strip_bytes(strip.tiles, strip.pairs) for strip in strips), default=0),
-            "strip_widths": 4 * (p["B"] * tiles + 1),
+            **n,
+            "G": self.problem.groups,
+            "row_tiles": self.cut.grid_tiles,
+            "bit_rows": self.bit_groups * tiles * GRID if "topk_indices" in self.problem.given else 1,
+            "words": self.words if self.shape.bits else 0,
+            "row_states": max(self.row_cut.states * self.problem.groups, lse),
+            "strip_tiles": tiles * key_tiles,
+            "key_tiles": key_tiles,
+            "key_shares": self.shares if self.no_gates else 1,
+            "shares": self.shares,
             # What blocks leave for others, of one gradient after the other.
-            "partials": 4 * shares * max(GRID * self.block_heads, block) * depth,
+            "share_rows": max(GRID * self.block_heads, block),
+            "row_tile_ends": n["B"] * tiles + 1,
+            "key_block_ends": n["B"] * n["J"] * -(-n["N"] // block) + 1,
         }
-        if self.by_query(wrt):
-            regions |= {
-                "key_tiles": p["B"] * n["J"] * -(-p["N"] // GRID) * self.operand_bytes,
-                "items": 4 * (p["B"] * tiles + 1),
-                "kept_flags": 4 * shares * indexer_gated_query_sm90.WARPS,
-            }
-        if "index_k" in wrt:
-            regions |= {
-                "key_sums": 4 * p["B"] * n["J"] * p["N"] * depth,
-                "units": 4 * (p["B"] * n["J"] * -(-p["N"] // block) + 1),
-            }
-        return regions
+
+    def forward_sizes(self) -> dict[str, int]:
+        """Bytes of the regions of a forward's workspace, or of a target's."""
+        made = self.makes_lse and "made_lse" not in self.problem.operation.ruled_rows
+        names = (*ROW_REGIONS, "states", *(("made_lse",) if made else ()))
+        return INDEXER_ROW_REGIONS.only(names).sizes(self.counts(self.bit_tiles))
+
+    def backward_sizes(self) -> dict[str, int]:
+        """Bytes of the regions of a backward's workspace; where gates are kept, `strips` has what strips have one after
+        the other."""
+        counts = self.counts(max((strip.tiles for strip in self.strips), default=0))
+        if not self.no_gates:
+            strips = max((self.strip_bytes(strip.tiles, strip.pairs) for strip in self.strips), default=0)
+            return self.gated_sizes(self.wrt, counts, strips)
+        names = ("broken", *(("key_sums",) if "index_k" in self.wrt else ()))
+        return {
+            **INDEXER_ROW_REGIONS.only((*ROW_REGIONS, "row_stats")).sizes(counts),
+            **self.strip_regions.only(("strip",)).sizes(counts),
+            **self.gradient_regions.only(names).sizes(counts),
+        }
+
+    def gated_sizes(self, wrt: Collection[str], counts: dict[str, int], strips: int) -> dict[str, int]:
+        """The same where gates are kept, for any gradients."""
+        names = ["strip_widths", "partials"]
+        names += ["key_tiles", "items", "kept_flags"] if self.by_query(wrt) else []
+        names += ["key_sums", "units"] if "index_k" in wrt else []
+        return {
+            **INDEXER_ROW_REGIONS.only((*ROW_REGIONS, "row_stats")).sizes(counts),
+            "strips": strips,
+            **self.gradient_regions.only(names).sizes(counts),
+        }
 
     @property
-    def operand_bytes(self) -> int:
-        """Of a tile of queries or keys as gradients read them."""
-        return GRID * 128 * -(-self.sizes["D"] // 64)
+    def strip_regions(self) -> Regions:
+        """What score kernels leave for gradients."""
+        return indexer_strip(self.sizes["D"], ITEMSIZE[self.shape.student])
 
-    def strip_regions(self, tiles: int, pairs: int) -> dict[str, int]:
-        """Bytes of what there is of a strip of so many row tiles and pairs."""
-        p, n = self.problem, self.sizes
-        return {
-            "strip": 2 * p["B"] * p.groups * pairs,
-            "gates": p["B"] * n["I"] * pairs // 8 if self.shape.gated else 0,
-            "weighted_queries": p["B"] * n["I"] * tiles * self.operand_bytes,
-        }
+    @property
+    def gradient_regions(self) -> Regions:
+        """What gradients work in besides."""
+        return indexer_gradients(self.sizes["D"])
+
+    def strip_sizes(self, tiles: int, pairs: int) -> dict[str, int]:
+        """Bytes of what there is of a strip of so many row tiles and pairs, where gates are kept."""
+        names = ("strip", *(("gates",) if self.shape.gated else ()), "weighted_queries")
+        counts = {**self.sizes, "G": self.problem.groups, "strip_tiles": pairs // GRID**2, "strip_row_tiles": tiles}
+        return self.strip_regions.only(names).sizes(counts)
 
     def strip_bytes(self, tiles: int, pairs: int) -> int:
         """Of all of that."""
-        return sum(self.strip_regions(tiles, pairs).values())
+        return sum(self.strip_sizes(tiles, pairs).values())
 
     @property
     def workspace_bytes(self) -> int:
         """Of a forward."""
-        return total(self.forward_regions(self.makes_lse))
+        return total(self.forward_sizes())
 
     @property
     def backward_bytes(self) -> int:
         """Of a workspace of the gradients `wrt`."""
-        return total(self.backward_regions(self.wrt)) if self.wrt else 0
+        return total(self.backward_sizes()) if self.wrt else 0
 
     def __str__(self) -> str:
         p, n, streams = self.problem, self.sizes, self.streams
@@ -479,9 +482,22 @@ class IndexerPlan:
         return "\n".join(lines)
 
 
-def total(regions: dict[str, int]) -> int:
+class Place(NamedTuple):
+    """Of a region of a workspace."""
+
+    at: int
+    bytes: int
+
+
+def places(sizes: dict[str, int], workspace: int) -> dict[str, Place]:
+    """Where regions lie in a workspace at an address, one after the other."""
+    starts = accumulate(sizes.values(), initial=-(-workspace // INDEXER_LINE) * INDEXER_LINE)
+    return {name: Place(at, size) for (name, size), at in zip(sizes.items(), starts)}
+
+
+def total(sizes: dict[str, int]) -> int:
     """Bytes of a workspace with these regions."""
-    return sum(-(-size // LINE) * LINE for size in regions.values()) + 4 * LINE
+    return sum(sizes.values()) + SPARE_LINES * INDEXER_LINE
 
 
 @lru_cache(maxsize=256)

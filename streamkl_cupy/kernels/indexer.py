@@ -11,7 +11,7 @@ from typing import ClassVar, Final, Literal, NamedTuple, TypeVar, get_args
 
 from .base import ELEMENT_BYTES, ELEMENT_CODES, PLANES, Box, Candidate, KernelText
 from .gpus import DeviceFacts
-from .structs import INDEXER, Struct
+from .structs import INDEXER, INDEXER_ROW_REGIONS, Regions, Struct, indexer_gradients, indexer_strip
 
 GRID = 64
 """Rows and keys of a tile of the strip."""
@@ -102,6 +102,7 @@ class IndexerKernel(Candidate[IndexerWork, Tile]):
 
     def kernel(
         self,
+        shape: IndexerShape,
         facts: DeviceFacts,
         constants: Mapping[str, int | float | str],
         smem_bytes: int,
@@ -114,8 +115,9 @@ class IndexerKernel(Candidate[IndexerWork, Tile]):
             entry=f"kernels/{self.stem}.cu",
             symbol=self.symbol,
             arch=self.flag(facts),
-            constants=tuple(sorted({**constants, "SKL_SMEM_BYTES": smem_bytes}.items())),
+            constants=tuple(sorted({**shape_constants(shape), **constants, "SKL_SMEM_BYTES": smem_bytes}.items())),
             args=args,
+            regions=regions_of(shape),
             threads=threads,
             smem_bytes=smem_bytes,
             boxes=boxes,
@@ -158,17 +160,30 @@ class Scores(IndexerKernel[Tile]):
 
 
 def beside(
-    stem: str, facts: DeviceFacts, constants: Mapping[str, int | float | str], threads: int, args: Struct = INDEXER
+    stem: str,
+    facts: DeviceFacts,
+    threads: int,
+    constants: Mapping[str, int | float | str],
+    args: Struct = INDEXER,
+    shape: IndexerShape | None = None,
 ) -> KernelText:
-    """A kernel that goes with those, on any GPU."""
+    """A kernel that goes with those, on any GPU; with a shape, one that is compiled for the student's side."""
+    of_shape = {} if shape is None else {**shape_constants(shape), **tile_constants(GRID, 1, 1, 1)}
     return KernelText(
         entry=f"kernels/{stem}.cu",
         symbol=f"streamkl_{stem}",
         arch=facts.flag,
-        constants=tuple(sorted({**constants, "SKL_THREADS": threads}.items())),
+        constants=tuple(sorted({**of_shape, **constants, "SKL_THREADS": threads}.items())),
         args=args,
+        regions=(INDEXER_ROW_REGIONS,) if shape is None else regions_of(shape),
         threads=threads,
     )
+
+
+def regions_of(shape: IndexerShape) -> tuple[Regions, ...]:
+    """What lies in workspaces."""
+    strip = indexer_strip(shape.index_dim, ELEMENT_BYTES[shape.student])
+    return (INDEXER_ROW_REGIONS, strip, indexer_gradients(shape.index_dim))
 
 
 def pitch(dim: int, dtype: str) -> int:
@@ -202,11 +217,6 @@ def shape_constants(shape: IndexerShape) -> Constants:
         "SKL_TILED_STRIP": int(shape.tiled),
         **{f"SKL_{name}_VECTOR": int(name in shape.vectors) for name in OPERANDS},
     }
-
-
-def side_constants(shape: IndexerShape) -> Constants:
-    """The same of kernels whose blocks have rows and keys of tiles without computing scores."""
-    return {**shape_constants(shape), **tile_constants(GRID, 1, 1, 1)}
 
 
 def teacher_constants(shape: IndexerShape, ending: Ending) -> Constants:

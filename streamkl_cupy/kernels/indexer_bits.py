@@ -12,4 +12,4 @@ THREADS = 256
 
 def plan(facts: DeviceFacts) -> KernelText:
     """The same for all calls."""
-    return beside("indexer_bits", facts, {}, THREADS, INDEXER_ROWS)
+    return beside("indexer_bits", facts, THREADS, {}, INDEXER_ROWS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import IndexerShape, beside, side_constants
+from .indexer import IndexerShape, beside
 
 THREADS = 256
 PART_KEYS = 16
@@ -13,5 +13,5 @@ PART_KEYS = 16
 
 def plan(shape: IndexerShape, shares: int, facts: DeviceFacts) -> KernelText:
     """By the type of the keys, for so many blocks that may share one of keys."""
-    constants = {**side_constants(shape), "SKL_PART_KEYS": PART_KEYS, "SKL_SHARES": shares}
-    return beside("indexer_gated_join", facts, constants, THREADS)
+    constants = {"SKL_PART_KEYS": PART_KEYS, "SKL_SHARES": shares}
+    return beside("indexer_gated_join", facts, THREADS, constants, shape=shape)

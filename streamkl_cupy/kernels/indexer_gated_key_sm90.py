@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import GRID, IndexerWork, shape_constants, tile_constants
+from .indexer import GRID, IndexerWork, tile_constants
 from .indexer_gated import Gated, Tile
 from .sm90 import ALIGNMENT, arrivals, chunks
 
@@ -30,11 +30,10 @@ class GatedKeySm90(Gated):
 
     def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
         constants = {
-            **shape_constants(work.shape),
             **tile_constants(GRID, tile.stages, 1, 4),
             **arrivals(),
         }
-        return self.kernel(facts, constants, tile.smem_bytes, THREADS)
+        return self.kernel(work.shape, facts, constants, tile.smem_bytes, THREADS)
 
 
 KERNEL = GatedKeySm90()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import GRID, IndexerWork, shape_constants, tile_constants
+from .indexer import GRID, IndexerWork, tile_constants
 from .indexer_gated import Gated, Tile
 from .sm90 import ALIGNMENT, arrivals, chunks
 
 GROUPS = 2
-WARPS = 4 * GROUPS
-"""That multiply."""
+"""Warpgroups that multiply."""
 
 
 def heads_of(heads: int) -> int:
@@ -37,12 +36,11 @@ class GatedQuerySm90(Gated):
 
     def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
         constants = {
-            **shape_constants(work.shape),
             **tile_constants(GRID, tile.stages, 1, 4),
             "SKL_HEADS": heads_of(work.heads) // GROUPS,
             **arrivals(),
         }
-        return self.kernel(facts, constants, tile.smem_bytes, 128 * (GROUPS + 1))
+        return self.kernel(work.shape, facts, constants, tile.smem_bytes, 128 * (GROUPS + 1))
 
 
 KERNEL = GatedQuerySm90()

@@ -16,7 +16,6 @@ from .indexer import (
     IndexerShape,
     IndexerWork,
     pitch,
-    shape_constants,
     tile_constants,
 )
 from .sm90 import chunks
@@ -41,7 +40,7 @@ class Gradient(IndexerKernel[Tile]):
 
     def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
         *cut, smem_bytes = tile
-        return self.kernel(facts, {**shape_constants(work.shape), **tile_constants(*cut)}, smem_bytes)
+        return self.kernel(work.shape, facts, tile_constants(*cut), smem_bytes)
 
 
 class HopperGradient(HopperIndexerKernel[Tile], Gradient):

@@ -20,7 +20,7 @@ def plan(cut: RowCut, facts: DeviceFacts, lse: bool = False) -> KernelText:
         "SKL_SHARE_ROWS": cut.tiles * GRID,
         "SKL_GRID": GRID,
     }
-    return beside("indexer_join", facts, constants, THREADS)
+    return beside("indexer_join", facts, THREADS, constants)
 
 
 def parts(cut: RowCut) -> int:

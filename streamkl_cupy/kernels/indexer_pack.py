@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import IndexerShape, beside, side_constants
+from .indexer import IndexerShape, beside
 from .structs import INDEXER_PACK
 
 THREADS = 256
@@ -12,4 +12,4 @@ THREADS = 256
 
 def plan(shape: IndexerShape, facts: DeviceFacts) -> KernelText:
     """By the type of the weights."""
-    return beside("indexer_pack", facts, side_constants(shape), THREADS, INDEXER_PACK)
+    return beside("indexer_pack", facts, THREADS, {}, INDEXER_PACK, shape)

@@ -10,4 +10,4 @@ from .structs import INDEXER_ROWS
 
 def plan(facts: DeviceFacts) -> KernelText:
     """The same for all calls."""
-    return beside("indexer_rows", facts, {}, GRID, INDEXER_ROWS)
+    return beside("indexer_rows", facts, GRID, {}, INDEXER_ROWS)

@@ -18,7 +18,6 @@ from .indexer import (
     IndexerWork,
     Scores,
     pitch,
-    shape_constants,
     teacher_constants,
     tile_constants,
     too_large,
@@ -70,14 +69,13 @@ class ScoreSm80(Scores[Tile]):
     def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
         shape = work.shape
         constants = {
-            **shape_constants(shape),
             **tile_constants(tile.columns, 2, 1 if tile.sharing > 1 else 2, 2 if shape.float32 else 4),
             **teacher_constants(shape, work.ending),
             "SKL_COLUMN_WARPS": tile.sharing,
             "SKL_T_PART": tile.teacher_part,
             "SKL_S_PART": tile.index_part,
         }
-        return self.kernel(facts, constants, tile.smem_bytes, 32 * WARPS * tile.sharing)
+        return self.kernel(work.shape, facts, constants, tile.smem_bytes, 32 * WARPS * tile.sharing)
 
 
 KERNEL = ScoreSm80()

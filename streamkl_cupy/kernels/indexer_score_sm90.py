@@ -17,7 +17,6 @@ from .indexer import (
     HopperIndexerKernel,
     IndexerWork,
     Scores,
-    shape_constants,
     teacher_constants,
     tile_constants,
 )
@@ -67,14 +66,13 @@ class ScoreSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         # Parts, and a target that is read, take registers of their own.
         whole = not shape.target and tile.teacher_part >= shape.teacher_dim and tile.index_part >= shape.index_dim
         constants = {
-            **shape_constants(shape),
             **tile_constants(GRID, 2, 3 if whole and 3 * (smem + 1024) <= facts.smem_per_block else 2, 4),
             **teacher_constants(shape, work.ending),
             "SKL_COLUMN_WARPS": 1,
             "SKL_T_PART": tile.teacher_part,
             "SKL_S_PART": tile.index_part,
         }
-        return self.kernel(facts, constants, smem)
+        return self.kernel(work.shape, facts, constants, smem)
 
 
 KERNEL = ScoreSm90()

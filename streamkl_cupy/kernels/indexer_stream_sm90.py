@@ -24,7 +24,6 @@ from .indexer import (
     IndexerWork,
     RowCut,
     Scores,
-    shape_constants,
     teacher_constants,
 )
 from .sm90 import ALIGNMENT, arrivals, chunks
@@ -123,7 +122,6 @@ class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         row, stages, smem = tile
         consumer, producer = REGISTERS[row.cluster]
         constants = {
-            **shape_constants(work.shape),
             **teacher_constants(work.shape, work.ending),
             "SKL_ROWS": GRID,
             "SKL_COLUMNS": row.columns,
@@ -142,7 +140,7 @@ class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         }
         at_once = {"q": GRID, "k": row.columns // max(row.cluster, 2)}
         boxes = tuple(Box(name, at_once[INDEXER_KL.operand[name].rows]) for name in INDEXER_MAPS)
-        return self.kernel(facts, constants, smem, THREADS, HOPPER_INDEXER, boxes)
+        return self.kernel(work.shape, facts, constants, smem, THREADS, HOPPER_INDEXER, boxes)
 
 
 KERNEL = StreamSm90()

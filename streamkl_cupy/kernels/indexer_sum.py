@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import IndexerShape, beside, side_constants
+from .indexer import IndexerShape, beside
 
 THREADS = 256
 
 
 def plan(shape: IndexerShape, facts: DeviceFacts) -> KernelText:
     """A thread to an element."""
-    return beside("indexer_sum", facts, side_constants(shape), THREADS)
+    return beside("indexer_sum", facts, THREADS, {}, shape=shape)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import IndexerShape, beside, side_constants
+from .indexer import IndexerShape, beside
 
 THREADS = 256
 
 
 def plan(shape: IndexerShape, weighted: bool, facts: DeviceFacts) -> KernelText:
     """A thread to a piece of 16 bytes."""
-    return beside("indexer_tiles", facts, {**side_constants(shape), "SKL_WEIGHTED": int(weighted)}, THREADS)
+    return beside("indexer_tiles", facts, THREADS, {"SKL_WEIGHTED": int(weighted)}, shape=shape)

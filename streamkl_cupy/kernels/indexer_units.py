@@ -11,4 +11,4 @@ THREADS = 256
 
 def plan(facts: DeviceFacts) -> KernelText:
     """The same for all calls."""
-    return beside("indexer_units", facts, {**tile_constants(GRID, 1, 1, 1), "SKL_BITS": 0}, THREADS)
+    return beside("indexer_units", facts, THREADS, {**tile_constants(GRID, 1, 1, 1), "SKL_BITS": 0})

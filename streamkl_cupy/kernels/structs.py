@@ -8,9 +8,10 @@ are described alike: sizes for the plan, constants and pointers for the kernel.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any, Final, NamedTuple, cast
 
 from ..ops import ATTENTION_KL, ATTENTION_KL_TO, SPARSE_ATTENTION
@@ -18,6 +19,7 @@ from ..rules.masks import most_words
 
 # C spelling and code of `struct`. `u64` is what a call fills in: addresses, and the words of tensor maps.
 _TYPES = {
+    "byte": ("unsigned char", "B"),
     "int": ("int", "i"),
     "u32": ("unsigned int", "I"),
     "float": ("float", "f"),
@@ -183,6 +185,19 @@ class Region(NamedTuple):
     numbers: int
     about: str = ""
     once: bool = False
+    axes: tuple[str, ...] = ()
+    """Of what there are entries, where a workspace has several kinds of them."""
+
+    def entries(self, counts: int | Mapping[str, int]) -> int:
+        """How many there are: so many, or what the counts of its axes come to."""
+        if self.once:
+            return 1
+        return counts if isinstance(counts, int) else prod(counts[x] for x in self.axes)
+
+    @property
+    def field(self) -> Field:
+        """The member of arguments that is its address."""
+        return Field(self.name, "u64", f"[{']['.join(self.axes)}] {self.about}" if self.axes else self.about)
 
 
 @dataclass(frozen=True)
@@ -197,16 +212,24 @@ class Regions:
     line: int = 1
     """All of them take a multiple of so many bytes, so that what follows has lines of its own."""
 
-    def sizes(self, entries: int) -> dict[str, int]:
-        """Bytes of each region."""
+    def sizes(self, entries: int | Mapping[str, int]) -> dict[str, int]:
+        """Bytes of each region, where so many entries are there, or of what there are entries so many."""
         return {
-            x.name: _round_up(_SIZES[x.type] * x.numbers * (1 if x.once else entries), self.pitch or 1)
-            for x in self.regions
+            x.name: _round_up(_SIZES[x.type] * x.numbers * x.entries(entries), self.pitch or 1) for x in self.regions
         }
 
-    def bytes(self, entries: int) -> int:
+    def bytes(self, entries: int | Mapping[str, int]) -> int:
         """Bytes of all."""
         return _round_up(sum(self.sizes(entries).values()), self.line)
+
+    def only(self, names: Collection[str]) -> Regions:
+        """Those of these names."""
+        return replace(self, regions=tuple(x for x in self.regions if x.name in names))
+
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        """By name, the members of arguments that are the addresses of regions."""
+        return {x.name: x.field for x in self.regions}
 
     @cached_property
     def text(self) -> str:
@@ -311,6 +334,99 @@ JOIN_STATES = Struct(
     ),
 )
 
+# Of the indexer: what kernels find in workspaces, by the letters of its record; and the arguments.
+
+INDEXER_LINE = 256
+"""Bytes that its regions are multiples of."""
+STRIP_TILE = 64
+"""Rows and keys of a tile of the strip."""
+
+INDEXER_ROW_REGIONS = Regions(
+    "IndexerRowRegions",
+    (
+        Region("lse2", "float", 1, "the teacher's in base 2, +inf where a head counts nothing", axes=("B", "H", "M")),
+        Region("weights", "float", 1, "of the student's heads", axes=("B", "I", "M")),
+        Region("row_keys", "int", 2, "start, end", axes=("B", "M")),
+        Region("tile_keys", "int", 2, "least start, largest end", axes=("B", "row_tiles")),
+        Region("bases", "int", 1, "what ids of a row count from", axes=("B", "M")),
+        Region("bits", "u32", 1, "a bit for each key that is there", axes=("B", "bit_rows", "words")),
+        Region("states", "float", 4, "of rows: reference, sum, mass, terms", axes=("B", "row_states", "M")),
+        Region("made_lse", "float", 1, "the teacher's, where no result has them", axes=("B", "H", "M")),
+        Region(
+            "row_stats",
+            "float",
+            4,
+            "the student's log-sum-exp in base 2, 1 / mass, gradient times scale, 0",
+            axes=("B", "G", "M"),
+        ),
+    ),
+    pitch=INDEXER_LINE,
+)
+"""What requests have of rows."""
+
+
+@lru_cache
+def indexer_strip(dim: int, element_bytes: int) -> Regions:
+    """What kernels leave of a strip for those that multiply by it."""
+    return Regions(
+        "IndexerStrip",
+        (
+            Region(
+                "strip",
+                "byte",
+                STRIP_TILE * STRIP_TILE * element_bytes,
+                "gradients of logits, by tiles or by rows: tile/strip.cuh",
+                axes=("B", "G", "strip_tiles"),
+            ),
+            Region("gates", "u32", 2 * STRIP_TILE, "words of tile/strip.cuh", axes=("B", "I", "strip_tiles")),
+            Region(
+                "weighted_queries",
+                "byte",
+                _operand_tile(dim),
+                "tiles of operands, times their weights",
+                axes=("B", "I", "strip_row_tiles"),
+            ),
+        ),
+        pitch=INDEXER_LINE,
+    )
+
+
+@lru_cache
+def indexer_gradients(dim: int) -> Regions:
+    """What gradients work in beside these, whose rows have so many columns."""
+    depth = _round_up(dim, 16)
+    return Regions(
+        "IndexerGradients",
+        (
+            Region(
+                "strip_widths", "int", 1, "tiles of keys before each row tile of the strip", axes=("row_tile_ends",)
+            ),
+            Region(
+                "partials",
+                "float",
+                depth,
+                "sums of blocks that go on with a key block that another began",
+                axes=("shares", "share_rows"),
+            ),
+            Region("key_tiles", "byte", _operand_tile(dim), "of all keys the same", axes=("B", "J", "key_tiles")),
+            Region("items", "int", 1, "work before each row tile of the strip", axes=("row_tile_ends",)),
+            Region("kept_flags", "int", 8, "of each warp that multiplies, of which strip they are", axes=("shares",)),
+            Region("key_sums", "float", depth, "of the gradient", axes=("key_shares", "B", "J", "N")),
+            Region("units", "int", 1, "a strip's work before each key block", axes=("key_block_ends",)),
+            Region("broken", "int", 1, "whether the student's queries and keys hold NaN or infinities", once=True),
+        ),
+        pitch=INDEXER_LINE,
+    )
+
+
+def _operand_tile(dim: int) -> int:
+    """Bytes of a tile of queries or keys as gradients read them: in bfloat16, chunks of 64 columns."""
+    return STRIP_TILE * 128 * -(-dim // 64)
+
+
+_ROW = INDEXER_ROW_REGIONS.fields
+_OF_GRADIENTS = indexer_strip(0, 2).fields | indexer_gradients(0).fields
+
 INDEXER = Struct(
     "IndexerArgs",
     (
@@ -319,16 +435,8 @@ INDEXER = Struct(
         Field("out_q", TENSOR4),
         Field("out_k", TENSOR4),
         *(Field(name, TENSOR3) for name in ("out_value", "out_lse", "out_mass", "out_weights")),
-        Field("lse2", "u64", "[B][H][M] the teacher's in base 2, +inf where a head counts nothing"),
-        Field("weights", "u64", "[B][HI][M]"),
-        Field("row_stats", "u64", "[B][G][M] (student's log-sum-exp in base 2, 1 / mass, gradient times scale, 0)"),
-        Field("row_keys", "u64", "[B][M] (start, end)"),
-        Field("tile_keys", "u64", "[B][grid_tiles] (least start, largest end)"),
-        Field("bits", "u64", "a bit for each key that is there"),
-        Field("states", "u64", "[B G][split][M] of rows"),
-        Field("strip", "u64", "[B][G][strip_rows][strip_pitch] gradients of logits"),
-        Field("key_sums", "u64", "[share][B][index_key_heads][N][depth] float32"),
-        Field("broken", "u64", "an int: whether the student's queries and keys hold NaN or infinities"),
+        *(_ROW[name] for name in ("lse2", "weights", "row_stats", "row_keys", "tile_keys", "bits", "states")),
+        *(_OF_GRADIENTS[name] for name in ("strip", "key_sums", "broken")),
         Field("bits_batch", "i64", "strides of the bits, in words"),
         Field("bits_group", "i64"),
         Field("bits_row", "i64"),
@@ -352,15 +460,9 @@ INDEXER = Struct(
         Field("end_row", "int"),
         Field("teacher_scale2", "float", "in base 2"),
         Field("index_scale2", "float"),
-        Field("gates", "u64", "[B][strip's row tiles][G][head][key tiles] words of tile/strip.cuh"),
-        Field("weighted_queries", "u64", "[B][HI][strip's row tiles] tiles of operands, times their weights"),
-        Field("key_tiles", "u64", "[B][index_key_heads] of all keys the same"),
-        Field("units", "u64", "ints, [B index_key_heads][key blocks] and the end: a strip's work before each"),
-        Field("items", "u64", "ints, [B][strip's row tiles] and the end: work before each"),
-        Field("kept_sums", "u64", "float32 sums of items that go on in the next share"),
-        Field("kept_flags", "u64", "[share][8] ints: of which strip they are"),
-        Field("strip_widths", "u64", "ints, [B][strip's row tiles] and the end: tiles of keys before each"),
-        Field("partials", "u64", "float32 sums of blocks that go on with a key block that another began"),
+        *(_OF_GRADIENTS[name] for name in ("gates", "weighted_queries", "key_tiles", "units", "items")),
+        Field("kept_sums", "u64", "where `partials` are, in the query's kernel: of items that go on in the next share"),
+        *(_OF_GRADIENTS[name] for name in ("kept_flags", "strip_widths", "partials")),
         Field("strip_number", "int"),
         Field("key_blocks", "int"),
         Field("head_blocks", "int"),
@@ -376,7 +478,8 @@ INDEXER_ROWS = Struct(
         Field("mask", TENSOR3, "bytes, its rows are keys"),
         Field("counts", TENSOR3, "ids of rows that count"),
         Field("ids", TENSOR4),
-        *(Field(name, "u64") for name in ("cu_seqlens_q", "cu_seqlens_k", "row_keys", "tile_keys", "bases", "bits")),
+        *(Field(name, "u64") for name in ("cu_seqlens_q", "cu_seqlens_k")),
+        *(_ROW[name] for name in ("row_keys", "tile_keys", "bases", "bits")),
         Field("q_offset", "i64"),
         Field("chosen", "i64", "ids of a row"),
         Field("queries", "int"),
@@ -397,7 +500,7 @@ INDEXER_PACK = Struct(
     "IndexerPackArgs",
     (
         *(Field(name, TENSOR3) for name in ("teacher_lse", "in_weights", "grad", "index_lse", "mass")),
-        *(Field(name, "u64") for name in ("lse2", "weights", "row_stats")),
+        *(_ROW[name] for name in ("lse2", "weights", "row_stats")),
         *(Field(name, "int") for name in ("entries", "groups", "queries", "teacher_heads", "index_heads")),
         Field("index_scale", "float"),
     ),

@@ -24,6 +24,7 @@ constexpr int kQueryBytes = round_up(IndexTile::bytes(kColumns) + 4 * kColumns, 
               kStripBytes = StripTile::bytes(kColumns);
 static_assert(IndexTile::bytes(kRows) + 2 * (kQueryBytes + kStripBytes) + Products::kAlignment == SKL_SMEM_BYTES,
               "plan: smem_bytes");
+static_assert(IndexerGradients::kKeySums == Products::kDepth, "plan: sums of whole rows");
 
 // Where a block is among its products: tiles of rows, and in each the heads of all groups that read the keys.
 struct Step {

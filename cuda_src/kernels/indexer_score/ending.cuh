@@ -14,6 +14,7 @@ constexpr bool kHasStudent = kEnding == kEndsInRows || kEnding == kEndsInStrip;
 constexpr bool kGated = SKL_GATED;
 constexpr int kWarpColumns = kColumns / kColumnWarps, kTiles = kWarpColumns / 8;
 constexpr bool kKeepsGates = kTiledStrip && kGated && kEnding == kEndsInStrip;
+static_assert(IndexerRowRegions::kStates == 4 && IndexerRowRegions::kRowStats == 4, "plan: a float4 for each row");
 static_assert(!kTiledStrip || kWarpColumns % kStripTile == 0, "plan: a warp's columns are tiles of the strip");
 
 // Sums of a row over keys: the student's reference and sum, the teacher's mass, and sum t (log2 t - (I - r)).
