@@ -6,7 +6,8 @@ number of axes, everything here is in the canonical order (batch, head, row, col
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,9 @@ from .ops.attention_kl import Wrt as Wrt
 
 if TYPE_CHECKING:
     from .patterns import BlockPattern
+
+HEADS = "HKIJLG"
+"""Letters that records have for heads, and for groups of these."""
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -110,9 +114,64 @@ class MaskSpec:
         return "+".join(self.parts) or "none"
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnyProblem(ABC):
+    """A validated call of any operation, without arrays. Hashable: it is the key under which plans and kernels are
+    kept. What else a problem says is up to the kind of its operation."""
+
+    op: str
+    """The operation, by its name among `OPS`."""
+    device: Device
+    layout: str = "bhnd"
+    rank: int = 4
+    """Axes of operands with columns."""
+    mask: MaskSpec = MaskSpec()
+    """Parts that hide pairs; an operation may have other ways to say what rows see."""
+    sequences: int = 0
+    """Sequences that lie one after the other in rows and keys; 0: all is one. Then batch is 1, and queries and keys
+    count all of them."""
+    deterministic: bool = False
+    wide_gradients: str = ""
+    """Of queries "q", of keys "k": whose gradients are float32 beside 16-bit operands, for others to be added to."""
+
+    @property
+    def operation(self) -> Op:
+        """The record of the operation."""
+        return OPS[self.op]
+
+    @property
+    @abstractmethod
+    def dtypes(self) -> tuple[str, ...]:
+        """Element types of what products are of."""
+
+    @property
+    @abstractmethod
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of row results in the caller's layout."""
+
+    @abstractmethod
+    def operand(self, name: str) -> Operand:
+        """An input with columns by its name, such as "student_k"."""
+
+    @property
+    def stat_dtype(self) -> str:
+        """Element type of row results: float64 where an input is, float32 otherwise."""
+        return "float64" if "float64" in self.dtypes else "float32"
+
+    def gradient_dtype(self, name: str) -> str:
+        """Element type of the gradient of an operand."""
+        dtype = self.operand(name).dtype
+        wide = self.operation.operand[name].rows in self.wide_gradients
+        return "float32" if wide and dtype != "float64" else dtype
+
+    def callers_axes(self, axes: str) -> str:
+        """Axes of a record's operand as the caller's arrays have them."""
+        return callers_axes(axes, self.layout, self.rank)
+
+
 @dataclass(frozen=True)
-class Problem:
-    """A validated call. Hashable: it is the key under which plans and kernels are kept."""
+class Problem(AnyProblem):
+    """One whose operands are queries and keys of sides."""
 
     batch: int
     heads: int
@@ -120,15 +179,7 @@ class Problem:
     keys: int
     distributions: tuple[Side, ...]
     """In the order of the operation's sides."""
-    mask: MaskSpec
-    device: Device
-    layout: str = "bhnd"
-    rank: int = 4
     precision: str = "highest"
-    deterministic: bool = False
-    sequences: int = 0
-    """Sequences that lie one after the other in rows and keys; 0: all is one. Then batch is 1, and queries and keys
-    count all of them."""
     divergence: str = "kl"
     """By its name in the registry."""
     parameters: tuple[tuple[str, float], ...] = ()
@@ -139,19 +190,15 @@ class Problem:
     """Whether its rows see keys besides those of the call. Then a forward leaves the states of rows as their moments,
     and a backward, which reads what rows have of all their keys, takes nothing from keys on the strength of logit
     gradients that add up to 0."""
-    wide_gradients: str = ""
-    """Of queries "q", of keys "k": whose gradients are float32 beside 16-bit operands, for others to be added to."""
     sunk: bool = False
     """Whether sinks take mass of rows, so that the logit gradients of a row do not add up to 0."""
-    op: str = ATTENTION_KL.name
-    """The operation, by its name among `OPS`."""
+    op: str = field(default=ATTENTION_KL.name, kw_only=True)
     extras: tuple[Operand, ...] = ()
     """Operands beside queries and keys, in the operation's order."""
 
     @property
-    def operation(self) -> Op:
-        """The record of the operation."""
-        return OPS[self.op]
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(side.dtype for side in self.distributions)
 
     @property
     def open_rows(self) -> bool:
@@ -160,7 +207,6 @@ class Problem:
         return self.some_keys or self.sunk
 
     def operand(self, name: str) -> Operand:
-        """The operand an input name such as "student_k" stands for."""
         op = self.operation
         spec = op.operand[name]
         if spec.extra:
@@ -187,17 +233,6 @@ class Problem:
         """All of them, in the order of the operation's operands."""
         return dict(zip(self.operation.sides, self.distributions, strict=True))
 
-    def gradient_dtype(self, name: str) -> str:
-        """Element type of the gradient of an operand."""
-        dtype = self.operand(name).dtype
-        wide = self.operation.operand[name].rows in self.wide_gradients
-        return "float32" if wide and dtype != "float64" else dtype
-
-    @property
-    def stat_dtype(self) -> str:
-        """Element type of row results: float64 where an input is, float32 otherwise."""
-        return "float64" if "float64" in [side.dtype for side in self.distributions] else "float32"
-
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of row results in the caller's layout: (B, H, M) or (B, M, H), fewer axes as given."""
@@ -222,11 +257,21 @@ class Problem:
         return canonical_strides(compact_strides(shape), self.rank, self.layout, trailing=1)
 
     def _callers_order(self, bhr: tuple[int, int, int]) -> tuple[int, ...]:
-        b, h, r = bhr
-        full = (b, h, r) if self.layout == "bhnd" else (b, r, h)
-        if self.rank == 4:
-            return full
-        return full[1:] if self.rank == 3 else (r,)
+        sizes = dict(zip("BHM", bhr))
+        return tuple([sizes[axis] for axis in self.callers_axes("BHM")])
+
+
+def callers_axes(axes: str, layout: str, rank: int) -> str:
+    """Axes of a record in the order that a caller has them in whose operands with columns have so many; such arrays are
+    without a batch where they have 3, and without heads where they have 2."""
+    if rank < 4:
+        axes = axes.replace("B", "")
+    at = next((i for i, letter in enumerate(axes) if letter in HEADS), None)
+    if at is None:
+        return axes
+    if rank < 3:
+        return axes[:at] + axes[at + 1 :]
+    return axes[:at] + axes[at + 1 : at + 2] + axes[at] + axes[at + 2 :] if layout == "bnhd" else axes
 
 
 def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

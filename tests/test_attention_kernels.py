@@ -71,7 +71,7 @@ class Call:
         side = Side(operand(heads, M, dims[0]), operand(key_heads, N, dims[0]), float(rng.uniform(0.1, 2)))
         value = operand(key_heads, N, dims[1])
         self.problem = p = Problem(
-            batch, heads, M, N, (side,), mask, Device("cuda"), op=SPARSE_ATTENTION.name, extras=(value,)
+            batch, heads, M, N, (side,), mask=mask, device=Device("cuda"), op=SPARSE_ATTENTION.name, extras=(value,)
         )
         self.inputs = {name: SimpleNamespace(ptr=next(addresses)) for name in NAMES}
         self.results = SPARSE_ATTENTION.Results(*(SimpleNamespace(ptr=next(addresses)) for _ in range(2)))
@@ -203,7 +203,9 @@ def problem(dims: tuple[int, int], dtype: str = "bfloat16", rows: tuple[int, int
 
     side = Side(operand(heads[0], M, dims[0]), operand(heads[1], N, dims[0]), 1.0)
     extras = (operand(heads[1], N, dims[1]),)
-    return Problem(1, heads[0], M, N, (side,), mask, Device("cuda"), op=SPARSE_ATTENTION.name, extras=extras)
+    return Problem(
+        1, heads[0], M, N, (side,), mask=mask, device=Device("cuda"), op=SPARSE_ATTENTION.name, extras=extras
+    )
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_gradients_of_keys_without_queries_are_zero(driver: Driver, monkeypatch:
     monkeypatch.setattr(driver, "memsetAsync", lambda *args: cleared.append(args))
     q, k = (Operand(heads, 128, 64, "float16", (heads * 8192, 8192, 64, 1), True) for heads in (0, 2))
     side = Side(q, k, 1.0)
-    runner = launch.Runner(problems.Problem(1, 0, 128, 128, (side, side), MaskSpec(), arrays.cuda(0)))
+    runner = launch.Runner(problems.Problem(1, 0, 128, 128, (side, side), mask=MaskSpec(), device=arrays.cuda(0)))
     call = Problem(0)
     outputs = ATTENTION_KL.Gradients(
         *(view(name, (1, 2 if name.endswith("k") else 0, 128, 64), 0) for name in INPUT_NAMES)

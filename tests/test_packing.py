@@ -170,7 +170,7 @@ class Call:
             Side(operand(side, "q", dim), operand(side, "k", dim), scale)
             for side, dim, scale in zip(groups, dims, rng.uniform(0.1, 2, 2))
         ]
-        self.problem = p = Problem(batch, heads, M, N, tuple(sides), mask, Device("cuda"))
+        self.problem = p = Problem(batch, heads, M, N, tuple(sides), mask=mask, device=Device("cuda"))
         self.inputs = {name: SimpleNamespace(ptr=next(self.addresses)) for name in INPUT_NAMES}
         row = {name: int(rng.integers(1, 9)) for name in ROWS}
         self.saved = ATTENTION_KL.Saved(**{
@@ -393,7 +393,7 @@ def test_workspaces_are_as_large_as_what_kernels_put_there(tmp_path: Path, rng: 
         parts = ("packed",) if sequences else ("keys",)
         spec = MaskSpec(parts, (("q_offset_given", 0),) if sequences else ())
         side = Side(q, k, 1.0)
-        problem = Problem(batch, heads, M, N, (side, side), spec, Device("cuda"), sequences=sequences)
+        problem = Problem(batch, heads, M, N, (side, side), mask=spec, device=Device("cuda"), sequences=sequences)
         plan = make_plan(problem, facts_for_arch("sm_90"))
         if not sequences:
             assert 0 <= plan.mask_bytes - 4 * batch * sizes.words(N) < 128
@@ -476,7 +476,9 @@ def test_split_states_fit_the_workspace(rng: np.random.Generator) -> None:
     M, heads = int(rng.integers(1, 64)), int(rng.integers(1, 4))
     q, k = (Operand(heads, n, 64, "float16", (heads * n * 64, n * 64, 64, 1), True) for n in (M, 100_000))
     side = Side(q, k, 1.0)
-    plan = make_plan(Problem(1, heads, M, 100_000, (side, side), MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
+    plan = make_plan(
+        Problem(1, heads, M, 100_000, (side, side), mask=MaskSpec(), device=Device("cuda")), facts_for_arch("sm_90")
+    )
     assert plan.forward.schedule.splits > 1
     (floats,) = re.findall(r"kStates = (\d+)", prologue(plan.forward.text))
     assert plan.workspace_bytes == 4 * int(floats) * plan.forward.schedule.splits * M * heads
@@ -517,7 +519,9 @@ def test_a_tensor_map_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, rng:
 def test_tensor_maps_have_the_boxes_that_the_kernel_loads() -> None:
     q, k = (Operand(8, n, 128, "bfloat16", (8 * n * 128, n * 128, 128, 1), True) for n in (4096, 8192))
     side = Side(q, k, 1.0)
-    plan = make_plan(Problem(1, 8, 4096, 8192, (side, side), MaskSpec(), Device("cuda")), facts_for_arch("sm_90"))
+    plan = make_plan(
+        Problem(1, 8, 4096, 8192, (side, side), mask=MaskSpec(), device=Device("cuda")), facts_for_arch("sm_90")
+    )
     for kernel in (plan.forward, *(x for _, x in plan.gradients), *(x.main for x in plan.fused)):
         by_queries = dict(kernel.constants)["SKL_ROWS_ARE_QUERIES"]
         stationary, streamed = ("_q", "_k") if by_queries else ("_k", "_q")

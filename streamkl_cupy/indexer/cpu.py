@@ -15,7 +15,7 @@ from ..numpy_backend import indexer as backend
 from ..rules import row_keys
 from ..rules.masks import ARRAYS as MASK_RULES
 from ..rules.masks import Extents
-from .problem import SPECS, IndexProblem, callers_axes
+from .problem import SPECS, IndexProblem
 
 Array = NDArray[Any]
 
@@ -90,10 +90,7 @@ class Runner:
 
     def _canonical(self, letters: str, view: ArrayView) -> Array:
         """As the record has its axes; of an axis that is not there, the extent is 1."""
-        p, x = self.problem, host(view)
-        axes = callers_axes(letters, p.layout, p.batched)
-        if len(axes) != x.ndim:
-            axes = callers_axes(letters.translate({ord(lack): None for lack in "GJ"}), p.layout, p.batched)
+        x, axes = host(view), self.problem.axes_of(letters, view)
         for at, letter in enumerate(letters):
             if letter not in axes:
                 x, axes = np.expand_dims(x, at), axes[:at] + letter + axes[at:]

@@ -32,7 +32,7 @@ from ..kernels.tensor_maps import encode
 from ..launch import Command, Launches, address_of, in_context, refuse_in_capture
 from ..problem import compact_strides
 from ..rules.scores.interface import LOG2E
-from .plan import IndexerPlan, Place, letters, make_plan, operand_of, places
+from .plan import IndexerPlan, Place, make_plan, places
 from .problem import IndexProblem, Views
 from .strips import Strip
 
@@ -134,7 +134,7 @@ def _tensor(name: str, view: ArrayView | None, problem: IndexProblem, axes: str)
     fields = ("batch", "head", "row", "column")[: len(axes)]
     if view is None:
         return {f"{name}.{field}": 0 for field in (*fields, "pointer")}
-    strides = letters(view, problem, axes.replace("-", ""))
+    strides = problem.strides(axes.replace("-", ""), view)
     found: dict[str, Value] = {f"{name}.{field}": strides.get(x, 0) for field, x in zip(fields, axes, strict=True)}
     return found | {f"{name}.pointer": view.ptr}
 
@@ -202,7 +202,7 @@ class _Call:
         self._pack(room, lse, {})
         fields = _tensor("target", out, p, "BGMN")
         # Kernels count rows from the first of the call.
-        fields["target.pointer"] = (out.ptr - 4 * letters(out, p, "BGMN").get("M", 0) * first_row) % 2**64
+        fields["target.pointer"] = (out.ptr - 4 * p.strides("BGMN", out).get("M", 0) * first_row) % 2**64
         args |= fields | {"first_row": first_row, "end_row": end_row}
         for tiles in self._tiles(self.plan.bit_tiles):
             some = range(max(tiles.start, first), min(tiles.stop, end))
@@ -309,7 +309,6 @@ class _Call:
             "counts": "topk_length",
             "ids": "topk_indices",
         }
-        ends = views.get("cu_seqlens_q")
         ids = views.get("topk_indices")
         return {
             **_tensor("key_start", views.get("key_start"), p, "B-M"),
@@ -323,7 +322,7 @@ class _Call:
             "chosen": self.sizes.get("C", 0),
             "queries": p["M"],
             "keys": p["N"],
-            "sequences": 0 if ends is None else ends.shape[0] - 1,
+            "sequences": p.sequences,
             "diagonal": int(rule.causal),
             "offset_given": int(rule.q_offset is not None),
             "ratio": min(rule.compress_ratio, 2**31 - 1),
@@ -436,7 +435,7 @@ class _Call:
 
     def _map(self, box: Box) -> tuple[int, ...]:
         view = self.views[box.name]
-        return _WORDS.unpack(encode(view.ptr, operand_of(view, self.problem), self.problem["B"], box))
+        return _WORDS.unpack(encode(view.ptr, self.problem.operand(box.name), self.problem["B"], box))
 
     def _clear(self, place: Place) -> None:
         self.commands.append(Command(self.runner.runtime.memsetAsync, (place.at, 0, place.bytes)))

@@ -34,8 +34,7 @@ from ..kernels.structs import INDEXER_LINE, INDEXER_ROW_REGIONS, Regions, indexe
 from ..kernels.tensor_maps import no_map
 from ..ops import INDEXER_KL
 from ..ops.indexer_kl import WRT
-from ..problem import Operand
-from .problem import SPECS, IndexProblem, callers_axes
+from .problem import IndexProblem
 from .strips import Strip, cut_strips
 
 STRIP_BYTES = 32 << 20
@@ -88,8 +87,19 @@ def shape_of(problem: IndexProblem) -> IndexerShape:
         bits="key_mask" in views or "topk_indices" in views,
         target="target" in views,
         vectors=frozenset(key for key, name in OPERANDS.items() if name not in views or _by_vectors(views[name])),
-        maps=frozenset(key for key, name in OPERANDS.items() if name in views and _has_map(views[name], problem)),
+        maps=frozenset(key for key, name in OPERANDS.items() if name in views and _has_map(problem, views[name])),
     )
+
+
+def _by_vectors(view: ArrayView) -> bool:
+    """Whether rows can be read 16 bytes at a time."""
+    per_chunk = 16 // ITEMSIZE[view.dtype]
+    return view.ptr % 16 == 0 and view.strides[-1] == 1 and all(x % per_chunk == 0 for x in view.strides[:-1])
+
+
+def _has_map(problem: IndexProblem, view: ArrayView) -> bool:
+    """Whether a tensor map can describe it."""
+    return 0 not in view.shape and view.dtype != "float32" and not no_map(problem.operand(view.name))
 
 
 def why_no_gates(shape: IndexerShape, facts: DeviceFacts) -> str:
@@ -100,25 +110,6 @@ def why_no_gates(shape: IndexerShape, facts: DeviceFacts) -> str:
         if found is None or not found[0].keeps_gates:
             return next(iter(refusals.values()), "no kernel does that")
     return ""
-
-
-def operand_of(view: ArrayView, problem: IndexProblem) -> Operand:
-    """An array with columns, as tensor maps are made of it."""
-    axes, sizes = SPECS[view.name].letters, dict(problem.sizes)
-    found = letters(view, problem, axes)
-    strides = (found.get(axes[0], 0), found.get(axes[1], 0), found[axes[2]], view.strides[-1])
-    extents = sizes.get(axes[1], 1), sizes[axes[2]], sizes[axes[3]]
-    return Operand(*extents, view.dtype, strides, view.ptr % 16 == 0)
-
-
-def _has_map(view: ArrayView, problem: IndexProblem) -> bool:
-    return 0 not in view.shape and view.dtype != "float32" and not no_map(operand_of(view, problem))
-
-
-def _by_vectors(view: ArrayView) -> bool:
-    """Whether rows can be read 16 bytes at a time."""
-    per_chunk = 16 // ITEMSIZE[view.dtype]
-    return view.ptr % 16 == 0 and view.strides[-1] == 1 and all(x % per_chunk == 0 for x in view.strides[:-1])
 
 
 def cut(problem: IndexProblem, facts: DeviceFacts) -> Cut:
@@ -136,14 +127,6 @@ def cut(problem: IndexProblem, facts: DeviceFacts) -> Cut:
     shares = max(min(-(-wanted // max(blocks, 1)), strip, 16), 1)
     lse_splits = splits(grid, problem["B"] * dict(problem.sizes).get("H", 1))
     return Cut(grid, strip, splits(grid), lse_splits, splits(strip), shares)
-
-
-def letters(view: ArrayView, problem: IndexProblem, axes: str) -> dict[str, int]:
-    """Strides by the letters of the axes that the array has of these."""
-    found = callers_axes(axes, problem.layout, problem.batched)
-    if len(found) != len(view.shape):
-        found = callers_axes(axes.translate({ord(x): None for x in "GJ"}), problem.layout, problem.batched)
-    return {x: 0 if n == 1 else step for x, n, step in zip(found, view.shape, view.strides, strict=True)}
 
 
 class Chosen(NamedTuple):
@@ -537,6 +520,6 @@ def _bit_groups(problem: IndexProblem) -> int:
     ids, lengths = problem.views.get("topk_indices"), problem.views.get("topk_length")
     if ids is None:
         return 1
-    grouped = "G" in letters(ids, problem, "BGMC")
-    grouped = grouped or (lengths is not None and "G" in letters(lengths, problem, "BGM"))
+    grouped = "G" in problem.axes_of("BGMC", ids)
+    grouped = grouped or (lengths is not None and "G" in problem.axes_of("BGM", lengths))
     return problem.groups if grouped else 1

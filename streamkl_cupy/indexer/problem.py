@@ -18,17 +18,17 @@ from .. import frameworks
 from ..arguments import a_kind_of, listed
 from ..arrays import CPU, ITEMSIZE, ArrayView, Inputs, MaskArrays, cuda
 from ..frameworks.base import FRAMEWORKS, dtype_label
-from ..ops import INDEXER_KL, OPS, Op, OperandSpec
+from ..ops import INDEXER_KL, Op, OperandSpec
 from ..ops.indexer_kl import MAX_INDEX_DIM, MAX_INDEX_HEADS, MAX_TEACHER_DIM, WRT
 from ..options import IndexOptions
-from ..problem import Device, MaskSpec, compact_strides
+from ..problem import AnyProblem, Device, Operand, callers_axes, compact_strides
 from ..rules.row_keys import RowKeys
 from ..validate import MAX_SCALE, same_place
 
 SPECS = INDEXER_KL.operand
 LIKE = INDEXER_KL.like
 Views = dict[str, ArrayView]
-_HEADS = "HKIJLG"
+_MAY_LACK = {ord(letter): None for spec in INDEXER_KL.operands for letter in spec.may_lack}
 _WORDS = {
     "B": "batch entries",
     "M": "query rows",
@@ -43,12 +43,10 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class IndexProblem:
-    """A validated call, without arrays: the key by which plans and kernels are kept."""
+@dataclass(frozen=True, kw_only=True)
+class IndexProblem(AnyProblem):
+    """One whose operands are by the letters of their axes, and whose rows see what integers and bits say."""
 
-    op: str
-    """The operation, by its name among `OPS`."""
     sizes: tuple[tuple[str, int], ...]
     """By the letters of the record; of an absent array there are none."""
     arrays: tuple[ArrayView, ...]
@@ -60,26 +58,15 @@ class IndexProblem:
     grouped: bool
     """Whether row results have an axis of groups."""
     rule: RowKeys
-    stat_dtype: str
-    layout: str
-    batched: bool
-    device: Device
-    deterministic: bool = False
     rows: tuple[int, int] | None = None
     """Those that a target is of, the first and the one after the last; None: all."""
-
-    # What other problems have of a mask of parts, and of gradients that are added to others, these do not.
-    mask = MaskSpec()
-    wide_gradients = ""
-    sequences = 0
 
     def __getitem__(self, letter: str) -> int:
         return dict(self.sizes)[letter]
 
     @property
-    def operation(self) -> Op:
-        """The record of the operation."""
-        return OPS[self.op]
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(view.dtype for view in self.arrays if SPECS[view.name].elements in ("teacher", "index"))
 
     @cached_property
     def views(self) -> Views:
@@ -97,11 +84,6 @@ class IndexProblem:
         return "teacher_q" in self.views and "teacher_lse" not in self.views
 
     @property
-    def rank(self) -> int:
-        """Axes of operands with columns."""
-        return 4 if self.batched else 3
-
-    @property
     def keys(self) -> int:
         return self["N"]
 
@@ -117,24 +99,32 @@ class IndexProblem:
         """That of an array with these axes, as the caller has them."""
         sizes = {**dict(self.sizes), "G": self.groups}
         axes = axes if self.grouped else axes.replace("G", "")
-        return tuple(sizes[letter] for letter in callers_axes(axes, self.layout, self.batched))
+        return tuple(sizes[letter] for letter in self.callers_axes(axes))
+
+    def axes_of(self, axes: str, view: ArrayView) -> str:
+        """Those of the axes that an array has, in its order; it may lack some whose extent is 1."""
+        found = self.callers_axes(axes)
+        return found if len(found) == len(view.shape) else self.callers_axes(axes.translate(_MAY_LACK))
+
+    def strides(self, axes: str, view: ArrayView) -> dict[str, int]:
+        """By the letters of the axes that the array has of these; 0 where the extent is 1."""
+        found = self.axes_of(axes, view)
+        return {x: 0 if n == 1 else step for x, n, step in zip(found, view.shape, view.strides, strict=True)}
+
+    def operand(self, name: str) -> Operand:
+        view, axes, sizes = self.views[name], SPECS[name].letters, dict(self.sizes)
+        strides = self.strides(axes, view)
+        steps = (strides.get(axes[0], 0), strides.get(axes[1], 0), strides[axes[2]], view.strides[-1])
+        extents = sizes.get(axes[1], 1), sizes[axes[2]], sizes[axes[3]]
+        return Operand(*extents, view.dtype, steps, view.ptr % 16 == 0)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Of what there is of each row: of kl, index_lse and target_sum, or of a target."""
+        """Of kl, index_lse and target_sum, or of a target."""
         if self.operation.rows != ("target",):
             return self.shape("BGM")
         first, end = self.rows or (0, self["M"])
         return dataclasses.replace(self, sizes=tuple({**dict(self.sizes), "M": end - first}.items())).shape("BGMN")
-
-
-def callers_axes(axes: str, layout: str, batched: bool) -> str:
-    """Axes of the record in the order that the caller has them in."""
-    axes = axes if batched else axes.replace("B", "")
-    at = next((i for i, letter in enumerate(axes) if letter in _HEADS), None)
-    if layout == "bnhd" and at is not None and at + 1 < len(axes):
-        axes = axes[:at] + axes[at + 1] + axes[at] + axes[at + 2 :]
-    return axes
 
 
 def read(op: Op, operands: tuple[Any, ...]) -> Inputs:
@@ -228,7 +218,7 @@ def to_problem(op: Op, inputs: Inputs, options: IndexOptions, masks: MaskArrays 
     if rank not in (3, 4) or (packed and rank != 3):
         allowed = "3, (rows of all sequences, index heads, columns)" if packed else "4, and 3 without batch"
         raise ValueError(f"{like.name}: shape {like.shape} has {rank} axes; allowed are {allowed}")
-    sizes = _extents(op, views, layout, rank == 4, options.head_groups or 1)
+    sizes = _extents(op, views, layout, rank, options.head_groups or 1)
     _check_types(views)
     groups = options.head_groups or 1
     _check_heads(sizes, groups, views)
@@ -257,9 +247,9 @@ def to_problem(op: Op, inputs: Inputs, options: IndexOptions, masks: MaskArrays 
         groups=groups,
         grouped=options.head_groups is not None,
         rule=RowKeys(options.causal, options.q_offset, options.compress_ratio, options.topk_relative),
-        stat_dtype="float64" if wide else "float32",
         layout=layout,
-        batched=rank == 4,
+        rank=rank,
+        sequences=sizes["S"] - 1 if packed else 0,
         device=like.device,
         deterministic=bool(options.deterministic),
         rows=options.rows,
@@ -305,15 +295,15 @@ def _check_together(given: Mapping[str, Any]) -> None:
                 )
 
 
-def _extents(op: Op, views: Views, layout: str, batched: bool, groups: int) -> dict[str, int]:
+def _extents(op: Op, views: Views, layout: str, rank: int, groups: int) -> dict[str, int]:
     """Extents by letter; the first array that has one says what others must have."""
-    sizes = {"B": 1} if not batched else {}
+    sizes = {"B": 1} if rank == 3 else {}
     owner: dict[str, ArrayView] = {}
     for spec in sorted(op.operands, key=lambda spec: spec.name != op.like):
         view = views.get(spec.name)
         if view is None:
             continue
-        axes = _axes_of(spec, view, layout, batched, groups)
+        axes = _axes_of(spec, view, layout, rank)
         for letter, extent in zip(axes, view.shape, strict=True):
             if letter == "G" and extent != groups:
                 raise ValueError(
@@ -335,9 +325,9 @@ def _extents(op: Op, views: Views, layout: str, batched: bool, groups: int) -> d
     return sizes
 
 
-def _axes_of(spec: OperandSpec, view: ArrayView, layout: str, batched: bool, groups: int) -> str:
-    full = callers_axes(spec.letters, layout, batched)
-    few = callers_axes(spec.letters.replace(spec.may_lack, "") if spec.may_lack else spec.letters, layout, batched)
+def _axes_of(spec: OperandSpec, view: ArrayView, layout: str, rank: int) -> str:
+    full = callers_axes(spec.letters, layout, rank)
+    few = callers_axes(spec.letters.replace(spec.may_lack, "") if spec.may_lack else spec.letters, layout, rank)
     for axes in (full, few):
         if len(axes) == len(view.shape):
             return axes

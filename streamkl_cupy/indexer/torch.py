@@ -14,9 +14,10 @@ from ..autodiff import torch as autodiff
 from ..call import Call
 from ..ops import INDEXER_KL
 from ..options import IndexOptions
+from ..problem import callers_axes
 from ..rules import reductions
 from .losses import IndexLoss, inactive, reduced
-from .problem import SPECS, callers_axes
+from .problem import SPECS
 
 _ROWS = ("kl",)
 
@@ -25,12 +26,12 @@ def _row_shape(call: Call) -> Sequence[int]:
     named, options = dict(zip(call.op.names, call.operands)), cast(IndexOptions, call.options)
     index_q = named["index_q"]
     layout = options.layout if named["cu_seqlens_q"] is None else "bnhd"
-    batched = index_q.dim() == 4
-    sizes = dict(zip(callers_axes(SPECS["index_q"].letters, layout, batched), index_q.shape))
+    rank = index_q.dim()
+    sizes = dict(zip(callers_axes(SPECS["index_q"].letters, layout, rank), index_q.shape))
     if options.head_groups is None:
-        return [sizes[letter] for letter in callers_axes("BM", layout, batched)]
+        return [sizes[letter] for letter in callers_axes("BM", layout, rank)]
     sizes["G"] = options.head_groups
-    return [sizes[letter] for letter in callers_axes("BGM", layout, batched)]
+    return [sizes[letter] for letter in callers_axes("BGM", layout, rank)]
 
 
 def _made(call: Call) -> dict[str, Sequence[int]]:
