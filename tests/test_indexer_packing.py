@@ -178,8 +178,8 @@ class Call:
             "teacher_heads": n["H"] // n["G"], "teacher_group": n["H"] // n["K"], "rope_group": n["H"] // n["L"],
             "index_heads": n["I"] // n["G"], "index_key_heads": n["J"],
             "grid_tiles": -(-n["M"] // 64), "shares": self.runner.plan.cut.shares,
-            "teacher_scale2": pytest.approx(self.options["teacher_scale"] * LOG2E),
-            "index_scale2": pytest.approx(self.options["index_scale"] * LOG2E),
+            "teacher_numbers.scale": pytest.approx(self.options["teacher_scale"] * LOG2E),
+            "student_numbers.scale": pytest.approx(self.options["index_scale"] * LOG2E),
         }  # fmt: skip
 
     def check_pack(self, got: Found, regions: dict[str, int], lse: ArrayView, saved: Any = None) -> None:
@@ -404,7 +404,7 @@ def test_a_target_of_some_rows(book: Book, rng: np.random.Generator, lse: str) -
         assert (score["first_row"], score["end_row"]) == (70, 131)
         assert {x: score[f"target.{x}"] for x in FIELDS} == steps
         assert (score["target.pointer"] + 4 * 70 * steps["row"]) % 2**64 == out.ptr
-        assert score["teacher_scale2"] == pytest.approx(scale * LOG2E)
+        assert score["teacher_numbers.scale"] == pytest.approx(scale * LOG2E)
         for field in ("teacher_q", "teacher_k", "rope_q", "rope_k"):
             want = call.tensors(field)
             assert {x: score[x] for x in want} == want

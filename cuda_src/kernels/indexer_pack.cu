@@ -4,6 +4,7 @@
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "tile/element.cuh"
+#include "@score"
 
 using E = Element<SKL_W_ELEMENT>;
 static_assert(IndexerRowRegions::kLse2 == 1 && IndexerRowRegions::kWeights == 1 && IndexerRowRegions::kRowStats == 4,
@@ -36,5 +37,6 @@ extern "C" __global__ void __launch_bounds__(SKL_THREADS)
     // Rows that no head has mass in, and those that weigh nothing, have exactly no gradient, whatever memory holds.
     const bool live = mass != 0.f && grad != 0.f && lse != -infinity();
     reinterpret_cast<float4*>(args.row_stats)[static_cast<i64>(vector) * args.queries + row] =
-        live ? make_float4(kLog2e * lse, 1.f / mass, args.index_scale * grad, 0.f) : make_float4(0.f, 0.f, 0.f, 0.f);
+        live ? make_float4(kLog2e * lse, 1.f / mass, SKL_S_SCORE::factor(args.index_scale) * grad, 0.f)
+             : make_float4(0.f, 0.f, 0.f, 0.f);
 }

@@ -433,9 +433,9 @@ private:
     }
     __device__ void add_teacher(Strip<kTiles>& t, const Strip<kTiles>& s, const float (&lse)[2]) const {
         if (__any_sync(~0u, lse[0] == infinity() || lse[1] == infinity()))
-            add_masses<true>(t, s, args.teacher_scale2, lse);
+            add_masses<true>(t, s, args.teacher_numbers, lse);
         else
-            add_masses<false>(t, s, args.teacher_scale2, lse);
+            add_masses<false>(t, s, args.teacher_numbers, lse);
     }
     // One head is added up while the next one is multiplied.
     __device__ void teacher_step(Strip<kTiles>& t, const Strip<kTiles>& now, float (&lse)[2], Strip<kTiles>& next) {
@@ -547,7 +547,7 @@ private:
                             int first_key, int below, const Keys& seen) const {
         MassState state;
         state.start();
-        absorb<true>(state, t, logits, args.index_scale2, below, seen, first_key);
+        absorb<StudentScore, true>(state, t, logits, args.student_numbers, below, seen, first_key);
         Accumulators::merge_row(state);
         write_state(item, key, below, state);
     }
@@ -575,7 +575,7 @@ private:
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int e = Accumulators::element(below, j);
-                const float q = exp2_approx(fmaf(args.index_scale2, logits[0][n][e], -stats.x));
+                const float q = exp2_approx(StudentScore::logit(logits[0][n][e], args.student_numbers, stats.x));
                 const bool counts = stats.z != 0.f && seen.sees(key_of(first_key, 2 * n + j));
                 d[j] = counts ? stats.z * fmaf(-stats.y, t[0][n][e], q) : 0.f;
             }

@@ -26,12 +26,11 @@ from ..kernels import (
 )
 from ..kernels.base import Box, KernelText
 from ..kernels.gpus import device_facts
-from ..kernels.indexer import GRID
+from ..kernels.indexer import GRID, SCORE
 from ..kernels.structs import INDEXER, TENSOR_MAP, Struct, Value
 from ..kernels.tensor_maps import encode
 from ..launch import Command, Launches, address_of, in_context, refuse_in_capture
 from ..problem import compact_strides
-from ..rules.scores.interface import LOG2E
 from .plan import IndexerPlan, Place, make_plan, places
 from .problem import IndexProblem, Views
 from .strips import Strip
@@ -378,8 +377,8 @@ class _Call:
             "strip_pitch": 0,
             "first_row": 0,
             "end_row": p["M"],
-            "teacher_scale2": p.teacher_scale * LOG2E,
-            "index_scale2": p.index_scale * LOG2E,
+            **{f"teacher_numbers.{name}": x for name, x in SCORE.numbers(p.teacher_scale).items()},
+            **{f"student_numbers.{name}": x for name, x in SCORE.numbers(p.index_scale).items()},
             **dict.fromkeys(("gates", "weighted_queries", "key_tiles", "units", "items", "kept_sums", "kept_flags"), 0),
             "strip_widths": 0,
             "partials": 0,

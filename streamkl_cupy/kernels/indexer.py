@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Final, Literal, NamedTuple, TypeVar, get_args
 
+from ..rules.scores import SCORES
 from .base import ELEMENT_BYTES, ELEMENT_CODES, PLANES, Box, Candidate, KernelText
 from .gpus import DeviceFacts
 from .structs import INDEXER, INDEXER_ROW_REGIONS, Regions, Struct, indexer_gradients, indexer_strip
@@ -33,6 +34,9 @@ UNEVEN = "rows of {} must start on 16-byte boundaries with adjacent elements"
 """Why what is read 16 bytes at a time cannot be."""
 
 Constants = dict[str, int | float | str]
+SCORE: Final = SCORES["dot"]
+"""What products of the teacher mean, and the weighted sums of the student's."""
+SLOTS: Final = (("score", SCORE.headers),)
 
 
 class IndexerShape(NamedTuple):
@@ -94,6 +98,8 @@ class IndexerKernel(Candidate[IndexerWork, Tile]):
     """A candidate for one of the tasks."""
 
     family = "sm80"
+    slots: ClassVar[tuple[tuple[str, tuple[str, ...]], ...]] = ()
+    """Rules that its text includes."""
     keeps_gates: ClassVar[bool] = False
     """Whether it multiplies gates that the scores have left, and does not compute these again."""
 
@@ -116,6 +122,7 @@ class IndexerKernel(Candidate[IndexerWork, Tile]):
             symbol=self.symbol,
             arch=self.flag(facts),
             constants=tuple(sorted({**shape_constants(shape), **constants, "SKL_SMEM_BYTES": smem_bytes}.items())),
+            slots=self.slots,
             args=args,
             regions=regions_of(shape),
             threads=threads,
@@ -147,6 +154,7 @@ class Scores(IndexerKernel[Tile]):
     """One of tiles of scores."""
 
     kind = "indexer_score"
+    slots = SLOTS
     streams: ClassVar[bool] = False
     """Whether queries are streamed past keys, which are cut into shares."""
 
@@ -166,6 +174,7 @@ def beside(
     constants: Mapping[str, int | float | str],
     args: Struct = INDEXER,
     shape: IndexerShape | None = None,
+    slots: tuple[tuple[str, tuple[str, ...]], ...] = (),
 ) -> KernelText:
     """A kernel that goes with those, on any GPU; with a shape, one that is compiled for the student's side."""
     of_shape = {} if shape is None else {**shape_constants(shape), **tile_constants(GRID, 1, 1, 1)}
@@ -174,6 +183,7 @@ def beside(
         symbol=f"streamkl_{stem}",
         arch=facts.flag,
         constants=tuple(sorted({**of_shape, **constants, "SKL_THREADS": threads}.items())),
+        slots=slots,
         args=args,
         regions=(INDEXER_ROW_REGIONS,) if shape is None else regions_of(shape),
         threads=threads,
@@ -220,11 +230,13 @@ def shape_constants(shape: IndexerShape) -> Constants:
 
 
 def teacher_constants(shape: IndexerShape, ending: Ending) -> Constants:
-    """What the teacher's side of scores is, and what becomes of them."""
+    """What the teacher's side of scores is, what they mean, and what becomes of them."""
     return {
         "SKL_T_ELEMENT": ELEMENT_CODES[shape.teacher],
         "SKL_T_DIM": shape.teacher_dim,
         "SKL_R_DIM": shape.rope_dim,
+        "SKL_T_SCORE": SCORE.struct,
+        "SKL_S_SCORE": SCORE.struct,
         "SKL_ENDING": ENDINGS.index(ending),
         "SKL_TARGET": int(shape.target),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import IndexerShape, beside
+from .indexer import SCORE, SLOTS, IndexerShape, beside
 from .structs import INDEXER_PACK
 
 THREADS = 256
@@ -12,4 +12,4 @@ THREADS = 256
 
 def plan(shape: IndexerShape, facts: DeviceFacts) -> KernelText:
     """By the type of the weights."""
-    return beside("indexer_pack", facts, THREADS, {}, INDEXER_PACK, shape)
+    return beside("indexer_pack", facts, THREADS, {"SKL_S_SCORE": SCORE.struct}, INDEXER_PACK, shape, SLOTS)

@@ -334,6 +334,17 @@ JOIN_STATES = Struct(
     ),
 )
 
+Names = tuple[str, ...]
+
+
+def _numbers(teacher: Names, student: Names) -> tuple[Field, ...]:
+    """What the scores of both sides read."""
+    return tuple(
+        Field(f"{side}_numbers", Struct(f"{side.title()}Numbers", tuple(Field(name, "float") for name in names)))
+        for side, names in (("teacher", teacher), ("student", student))
+    )
+
+
 # Of the indexer: what kernels find in workspaces, by the letters of its record; and the arguments.
 
 INDEXER_LINE = 256
@@ -458,8 +469,7 @@ INDEXER = Struct(
         Field("strip_pitch", "int", "elements"),
         Field("first_row", "int", "of a target"),
         Field("end_row", "int"),
-        Field("teacher_scale2", "float", "in base 2"),
-        Field("index_scale2", "float"),
+        *_numbers(("scale",), ("scale",)),
         *(_OF_GRADIENTS[name] for name in ("gates", "weighted_queries", "key_tiles", "units", "items")),
         Field("kept_sums", "u64", "where `partials` are, in the query's kernel: of items that go on in the next share"),
         *(_OF_GRADIENTS[name] for name in ("kept_flags", "strip_widths", "partials")),
@@ -508,9 +518,6 @@ INDEXER_PACK = Struct(
 )
 
 
-Names = tuple[str, ...]
-
-
 class Args(NamedTuple):
     """The arguments of every kernel that computes scores, whose numbers of a side have these names."""
 
@@ -525,10 +532,7 @@ class Args(NamedTuple):
 @lru_cache
 def args_of(teacher: Names = ("scale",), student: Names = ("scale",)) -> Args:
     """The arguments by what the scores of both sides read."""
-    numbers = tuple(
-        Field(f"{side}_numbers", Struct(f"{side.title()}Numbers", tuple(Field(name, "float") for name in names)))
-        for side, names in (("teacher", teacher), ("student", student))
-    )
+    numbers = _numbers(teacher, student)
     forward = Struct(
         "ForwardArgs",
         (

@@ -3,9 +3,15 @@
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
+#include "@score"
 #include "tile/fragment.cuh"
 #include "tile/index_parts.cuh"
 #include "tile/strip.cuh"
+
+// What products mean: the teacher's those of a head, the student's their weighted sum over the heads of a group.
+using TeacherScore = SKL_T_SCORE;
+using StudentScore = SKL_S_SCORE;
+static_assert(TeacherScore::kLinear && StudentScore::kLinear, "plan: what gradients read is had without a slope");
 
 enum Ending { kEndsInRows = 0, kEndsInStrip = 1, kEndsInTarget = 2, kEndsInLse = 3 };
 constexpr int kEnding = SKL_ENDING;
@@ -45,19 +51,20 @@ struct MassState {
     }
 };
 
-// t += exp2(c s - lse); of a head that counts nothing, whose lse is infinite, nothing is added whatever s is.
+// t += exp2(logit - lse); of a head that counts nothing, whose lse is infinite, nothing is added whatever s is.
 template <bool SOME_COUNT_NOTHING>
-__device__ inline void add_masses(Strip<kTiles>& t, const Strip<kTiles>& s, float scale, const float (&lse)[2]) {
+__device__ inline void add_masses(Strip<kTiles>& t, const Strip<kTiles>& s, const TeacherNumbers& n,
+                                  const float (&lse)[2]) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n)
+    for (int i = 0; i < kTiles; ++i)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const float against = lse[Accumulators::row(e)];
-            const float x = exp2_approx(fmaf(scale, s[0][n][e], -against));
+            const float x = exp2_approx(TeacherScore::logit(s[0][i][e], n, against));
             if constexpr (SOME_COUNT_NOTHING) {
-                if (against != infinity()) t[0][n][e] += fmaf(s[0][n][e], 0.f, x);
+                if (against != infinity()) t[0][i][e] += fmaf(s[0][i][e], 0.f, x);
             } else {
-                t[0][n][e] = fmaf(s[0][n][e], 0.f, t[0][n][e] + x);
+                t[0][i][e] = fmaf(s[0][i][e], 0.f, t[0][i][e] + x);
             }
         }
 }
@@ -83,16 +90,17 @@ struct AllKeys {
     __device__ bool sees(int) const { return true; }
 };
 
-template <bool WITH_MASS, class Keys>
-__device__ inline void absorb(MassState& state, const Strip<kTiles>& t, const Strip<kTiles>& logits, float scale,
+// Of products of S, with masses or without.
+template <class S, bool WITH_MASS, class Numbers, class Keys>
+__device__ inline void absorb(MassState& state, const Strip<kTiles>& t, const Strip<kTiles>& dots, const Numbers& n,
                               int half, const Keys& row, int first_key) {
     float x[2 * kTiles], to = state.r;
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
         const bool seen = row.sees(key_of(first_key, i));
-        const float logit = logits[0][i / 2][Accumulators::element(half, i % 2)];
+        const float dot = dots[0][i / 2][Accumulators::element(half, i % 2)], logit = S::logit(dot, n);
         // An infinite logit of the teacher shows; those of the student do already.
-        x[i] = !seen ? MassState::kUnseenKey : WITH_MASS ? scale * logit : fmaf(logit, 0.f, scale * logit);
+        x[i] = !seen ? MassState::kUnseenKey : WITH_MASS ? logit : fmaf(dot, 0.f, logit);
         to = fmaxf(to, x[i]);
     }
     state.move(to);

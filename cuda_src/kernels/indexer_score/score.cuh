@@ -203,9 +203,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                                warp_column, at.part == 0);
             if (at.last_part() && kEnding != kEndsInLse) {
                 if (__any_sync(~0u, factor[0] == infinity() || factor[1] == infinity()))
-                    add_masses<true>(t, s, args.teacher_scale2, factor);
+                    add_masses<true>(t, s, args.teacher_numbers, factor);
                 else
-                    add_masses<false>(t, s, args.teacher_scale2, factor);
+                    add_masses<false>(t, s, args.teacher_numbers, factor);
             }
         } else {
             Products::multiply(s, IndexTile{fetch.queries(i)}, warp_row, IndexTile{fetch.keys(at.slot)}, warp_column,
@@ -241,9 +241,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         for (int half = 0; half < 2; ++half) {
             const int r = row + Accumulators::below(half);
             if constexpr (kEnding == kEndsInRows) {
-                absorb<true>(state[half], t, logits, args.index_scale2, half, seen[half], first_key);
+                absorb<StudentScore, true>(state[half], t, logits, args.student_numbers, half, seen[half], first_key);
             } else if constexpr (kEnding == kEndsInLse) {
-                absorb<false>(state[half], t, s, args.teacher_scale2, half, seen[half], first_key);
+                absorb<TeacherScore, false>(state[half], t, s, args.teacher_numbers, half, seen[half], first_key);
             } else if constexpr (kEnding == kEndsInTarget) {
                 const bool wanted = r >= args.first_row && r < args.end_row;
                 float* const to = reinterpret_cast<float*>(args.target.pointer) + batch * args.target.batch +
@@ -264,7 +264,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
                         const int e = Accumulators::element(half, j);
-                        const float q = exp2_approx(fmaf(args.index_scale2, logits[0][n][e], -stats.x));
+                        const float q =
+                            exp2_approx(StudentScore::logit(logits[0][n][e], args.student_numbers, stats.x));
                         const bool counts = stats.z != 0.f && seen[half].sees(key_of(first_key, 2 * n + j));
                         d[j] = counts ? stats.z * fmaf(-stats.y, t[0][n][e], q) : 0.f;
                     }
