@@ -92,15 +92,15 @@ struct AllKeys {
 
 // Of products of S, with masses or without.
 template <class S, bool WITH_MASS, class Numbers, class Keys>
-__device__ inline void absorb(MassState& state, const Strip<kTiles>& t, const Strip<kTiles>& dots, const Numbers& n,
-                              int half, const Keys& row, int first_key) {
+__device__ inline void absorb(MassState& state, const Strip<kTiles>& t, const Strip<kTiles>& dots, Numbers n, int half,
+                              const Keys& row, int first_key) {
     float x[2 * kTiles], to = state.r;
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
         const bool seen = row.sees(key_of(first_key, i));
-        const float dot = dots[0][i / 2][Accumulators::element(half, i % 2)], logit = S::logit(dot, n);
+        const float dot = dots[0][i / 2][Accumulators::element(half, i % 2)];
         // An infinite logit of the teacher shows; those of the student do already.
-        x[i] = !seen ? MassState::kUnseenKey : WITH_MASS ? logit : fmaf(dot, 0.f, logit);
+        x[i] = !seen ? MassState::kUnseenKey : WITH_MASS ? S::logit(dot, n) : fmaf(dot, 0.f, S::logit(dot, n));
         to = fmaxf(to, x[i]);
     }
     state.move(to);
