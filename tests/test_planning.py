@@ -42,9 +42,7 @@ def problem(M: int = 8192, N: int = 8192, dims: tuple[int, int] = (64, 64), **op
         for d, t in zip(dims, dtypes, strict=True)
     ]
     options.pop("aligned", None)
-    return Problem(
-        options.pop("batch", 1), heads, M, N, tuple(sides), options.pop("mask", MaskSpec()), Device("cuda"), **options
-    )
+    return Problem(options.pop("batch", 1), heads, M, N, tuple(sides), device=Device("cuda"), **options)
 
 
 def plan(arch: str = "sm_90", **what: Any) -> Plan:
