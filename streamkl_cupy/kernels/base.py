@@ -193,7 +193,7 @@ class TileRow:
     to leave room for `min_blocks` blocks per multiprocessor. `unroll` steps of 16 along the head dim are unrolled. The
     row applies to head dims up to `max_dim` on both sides and `max_out` on the differentiated one, to masks up to
     `max_mask` of `Work.level`, where dots are turned beside masks up to `max_turned`, where a side is given beside
-    those up to `max_given`, to at most `max_vectors` row vectors, on GPUs older than `before`.
+    those up to `max_given`, to at most `max_vectors` row vectors, on GPUs as new as `since` and older than `before`.
     """
 
     warps: int
@@ -205,6 +205,7 @@ class TileRow:
     reason: str
     unroll: int = 4
     max_out: int = 256
+    since: tuple[int, int] = (0, 0)
     before: tuple[int, int] = (99, 0)
     max_mask: int = 3
     max_vectors: int = 4
@@ -463,7 +464,7 @@ class Kernel(Candidate[Work, Row], Generic[Row]):
             and (work.mask_level <= row.max_turned or not work.turned)
             and (work.mask_level <= row.max_given or not work.given)
             and work.row_vectors <= row.max_vectors
-            and facts.compute_capability < row.before
+            and row.since <= facts.compute_capability < row.before
             and self.smem_bytes(work, row) <= facts.smem_per_block
         )
 

@@ -33,7 +33,9 @@ _TABLE = (
 
 _FLOAT32 = (
     TileRow(4, 2, 32, 2, 1, 64, "as the forward; sm_120 spills", 1, before=(10, 0), max_mask=1, max_given=-1),
-    TileRow(8, 1, 32, 2, 1, 128, "eight warps hide the splitting; one strip pays for the output", 1, max_given=2),
+    TileRow(8, 1, 32, 2, 1, 128, "eight warps hide splitting; one strip pays for it", 1, before=(10, 0), max_given=2),
+    TileRow(8, 1, 32, 2, 1, 96, "the same; sm_100 spills beyond", unroll=1, since=(10, 0), max_given=2),
+    TileRow(8, 1, 16, 2, 1, 128, "the same with room for registers", unroll=1, since=(10, 0), max_given=2),
     TileRow(2, 1, 16, 2, 1, 128, "few rows in all, or 99 KiB", unroll=1, max_given=2),
     TileRow(2, 1, 16, 1, 1, 256, "room for long rows", unroll=1),
     TileRow(1, 1, 16, 1, 1, 576, "the least a block can be", unroll=1),
