@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import itertools
 import math
 import re
 import tracemalloc
@@ -757,6 +758,9 @@ SHAPES = [
         ("bfloat16", "bfloat16", "float32", (128, 0, 128), True, False, False, EVERY),
         ("bfloat16", "bfloat16", "bfloat16", (192, 64, 128), True, True, False, EVERY),
         ("float16", "bfloat16", "float16", (576, 0, 64), False, False, False, EVERY),
+        ("bfloat16", "bfloat16", "float32", (128, 0, 128), False, True, False, EVERY),
+        ("bfloat16", "bfloat16", "float32", (128, 0, 128), True, True, False, EVERY),
+        ("bfloat16", "bfloat16", "bfloat16", (192, 0, 128), False, True, False, EVERY),
         ("float16", "float16", "float32", (64, 0, 72), True, False, False, EVERY),
         ("bfloat16", "bfloat16", "float32", (16, 0, 256), True, False, True, EVERY),
         ("float32", "float32", "float32", (77, 0, 41), True, True, False, frozenset()),
@@ -783,6 +787,12 @@ def kernels_of(shape: IndexerShape, facts: DeviceFacts) -> list[KernelText]:
             indexer_gated_join.plan(tiled, facts.multiprocessors, facts),
             *(indexer_tiles.plan(tiled, weighted, facts) for weighted in (False, True)),
         ]
+    # Whether heads of a group read several key heads, and rows that have many keys several tiles of a share.
+    for ending, several in itertools.product(indexer_stream_sm90.STREAM_ENDINGS, (False, True)):
+        mapped = shape._replace(maps=shape.vectors, tiled=ending == "strip" and not plan.why_no_gates(shape, facts))
+        asked = IndexerWork(mapped, ending, several_keys=several, keys=32_768 if several else 780)
+        if not indexer_stream_sm90.KERNEL.refuses(asked, facts):
+            work.append(("indexer_score", asked))
     found = []
     for kind, asked in work:
         kernel, tile, _ = chosen(kind, asked, facts)

@@ -180,11 +180,17 @@ def test_kernels_of_sharded_calls(rng: np.random.Generator) -> None:
 
 
 def test_an_architecture_that_shares_its_kernels_with_others(rng: np.random.Generator) -> None:
-    """Beside those of the catalogue, a few kernels of any kind."""
+    """Beside those of the catalogue, some of the hardest; all, and all others, are a matter of --slow."""
     lot = [catalogue.EXTENTS[rng.integers(len(catalogue.EXTENTS))]]
     listed, refused = catalogue.entries("sm_100", masks=catalogue.MASK_CASES, extents=lot)
     assert refused == []
-    check([listed[i] for i in rng.choice(len(listed), 3, replace=False)])
+    hard = catalogue.hardest([listed[i] for i in rng.permutation(len(listed))])
+    check([hard[i] for i in rng.choice(len(hard), 3, replace=False)])
+
+
+@pytest.mark.slow
+def test_every_kernel_of_that_architecture() -> None:
+    check(catalogue.entries("sm_100", masks=catalogue.MASK_CASES)[0])
 
 
 def test_the_hardest_of_several_rules_are_those_of_each() -> None:

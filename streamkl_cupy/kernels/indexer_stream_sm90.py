@@ -62,6 +62,8 @@ _TABLE = {False: TileRow(COLUMNS), True: TileRow(COLUMNS, True, 2)}
 MOST_STAGES = 16
 LEAST_HEADS = 2
 """Whose queries have room in the ring."""
+MOST_STREAMED_COLUMNS = 192
+"""Of the teacher, where its keys stream."""
 REGISTERS = {1: (232, 40), 2: (224, 56)}
 """Of consumers and producer, by the blocks of a cluster."""
 
@@ -84,8 +86,10 @@ class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
             return "it has no rotary parts"
         if shape.teacher_dim % 8 or shape.index_dim % 8:
             return "head dims must be multiples of 8"
-        if work.several_keys and shape.bits and work.ending == "rows":
+        if work.several_keys and shape.bits and (work.ending == "rows" or not shape.gated):
             return "registers beside several key heads do not suffice for bits of keys"
+        if work.several_keys and shape.teacher_dim > MOST_STREAMED_COLUMNS:
+            return f"registers beside several key heads suffice for {MOST_STREAMED_COLUMNS} columns of the teacher"
         if missing := {key for key, name in OPERANDS.items() if name in INDEXER_MAPS} - shape.maps:
             return f"tensor maps cannot describe {', '.join(sorted(missing))}"
         return ""
