@@ -765,6 +765,8 @@ SHAPES = [
         ("bfloat16", "bfloat16", "float32", (16, 0, 256), True, False, True, EVERY),
         ("float32", "float32", "float32", (77, 0, 41), True, True, False, frozenset()),
         ("float32", "bfloat16", "float32", (576, 16, 128), True, False, False, EVERY),
+        ("bfloat16", "bfloat16", "float32", (128, 0, 128), True, True, False, EVERY),
+        ("bfloat16", "bfloat16", "bfloat16", (192, 0, 128), False, True, False, EVERY),
         ("float32", "float32", "float32", (128, 0, 192), False, False, False, EVERY),
     )
 ]

@@ -7,13 +7,11 @@ it writes is looked at by itself, since tiles that lie side by side would hide e
 from __future__ import annotations
 
 import ctypes
-import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+from on_host import built, needs_compiler
 
 from streamkl_cupy.kernels import indexer_stream_sm90
 from streamkl_cupy.kernels.gpus import GPUS
@@ -22,112 +20,7 @@ from streamkl_cupy.kernels.structs import INDEXER
 from streamkl_cupy.rules import row_keys
 from streamkl_cupy.rules.row_keys import RowKeys
 
-COMPILER = shutil.which("c++") or shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-
-SHIM = r"""
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <functional>
-#include <ucontext.h>
-#include <vector>
-#define __device__
-#define __global__
-#define __grid_constant__
-#define __launch_bounds__(...)
-#define __cluster_dims__(...)
-#define __shared__
-using std::max;
-using std::min;
-struct int2 { int x, y; };
-struct uint4 { unsigned x, y, z, w; };
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
-inline float __int_as_float(int x) { return __uint_as_float(x); }
-inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
-inline int __float_as_int(float x) { return __float_as_uint(x); }
-inline int __ffs(unsigned x) { return __builtin_ffs(x); }
-static struct { unsigned x; } threadIdx, blockIdx, gridDim;
-static unsigned char memory[256];
-inline void* __cvta_shared_to_generic(size_t x) { return memory + x; }
-inline size_t __cvta_generic_to_shared(const void*) { return 0; }
-inline void __syncwarp() {}
-inline void __syncthreads() {}
-
-// Of a warp whose lanes come one after the other, each as far as it needs the others; one by itself has its own.
-struct Warp {
-    long long values[2][32];  // of one question and the next
-    int asked[32] = {};
-    ucontext_t all, lanes[32];
-    std::vector<char> stacks = std::vector<char>(32 << 16);
-    bool over[32] = {};
-};
-static Warp* warp = nullptr;
-template <class T, class Of>
-auto together(T x, Of of) {
-    const int lane = threadIdx.x % 32;
-    T seen[32];
-    std::fill(seen, seen + 32, x);
-    if (warp) {
-        long long* const values = warp->values[warp->asked[lane]++ % 2];
-        memcpy(&values[lane], &x, sizeof(T));
-        swapcontext(&warp->lanes[lane], &warp->all);
-        for (int i = 0; i < 32; ++i) memcpy(&seen[i], &values[i], sizeof(T));
-    }
-    return of(seen);
-}
-static std::function<void()> work;
-static void work_of_lane() {
-    work();
-    warp->over[threadIdx.x] = true;
-}
-inline void run_warp() {
-    Warp lanes;
-    warp = &lanes;
-    for (int i = 0; i < 32; ++i) {
-        getcontext(&lanes.lanes[i]);
-        lanes.lanes[i].uc_stack = {lanes.stacks.data() + (i << 16), 0, 1 << 16};
-        lanes.lanes[i].uc_link = &lanes.all;
-        makecontext(&lanes.lanes[i], work_of_lane, 0);
-    }
-    while (!lanes.over[31])
-        for (int i = 0; i < 32; ++i) {
-            threadIdx.x = i;
-            if (!lanes.over[i]) swapcontext(&lanes.all, &lanes.lanes[i]);
-        }
-    warp = nullptr;
-}
-template <class T>
-T __shfl_sync(unsigned, T x, int from) { return together(x, [=](const T* all) { return all[from % 32]; }); }
-template <class T>
-T __shfl_xor_sync(unsigned, T x, int by) {
-    return together(x, [=](const T* all) { return all[threadIdx.x % 32 ^ by]; });
-}
-template <class T>
-T __shfl_up_sync(unsigned, T x, int by) {
-    const int lane = threadIdx.x % 32;
-    return together(x, [=](const T* all) { return all[lane < by ? lane : lane - by]; });
-}
-inline unsigned __ballot_sync(unsigned, bool x) {
-    return together(int(x), [](const int* all) {
-        unsigned y = 0;
-        for (int i = 0; i < 32; ++i) y |= unsigned(all[i]) << i;
-        return y;
-    });
-}
-inline bool __any_sync(unsigned, bool x) { return __ballot_sync(~0u, x) != 0; }
-inline int __reduce_min_sync(unsigned, int x) {
-    return together(x, [](const int* all) { return *std::min_element(all, all + 32); });
-}
-inline int __reduce_max_sync(unsigned, int x) {
-    return together(x, [](const int* all) { return *std::max_element(all, all + 32); });
-}
-"""
+pytestmark = needs_compiler
 
 DRIVER = r"""
 // The items of all blocks, one after the other.
@@ -149,7 +42,7 @@ extern "C" int find_items(const IndexerArgs* args, int blocks, Item* found) {
                 if (lane == 0) found[count++] = item;
             }
         };
-        run_warp();
+        run_threads(32);
     }
     return count;
 }
@@ -166,23 +59,6 @@ extern "C" void write_item(const IndexerArgs* args, const Item* item) {
     }
 }
 """
-
-
-def on_host(text: str) -> str:
-    """A kernel without its instructions: what they give is 0, gates are open, and nobody waits."""
-    for there, instead in {"u32 r;": "u32 r = 0;", "u32 mask;": "u32 mask = ~0u;", "u32 done;": "u32 done = 1;",
-                           "float y;": "float y = 0.f;", "private:": "public:"}.items():  # fmt: skip
-        text = text.replace(there, instead)
-    out, at = [], 0
-    for found in re.finditer(r"\basm(?: volatile)?\s*\(", text):
-        depth, end = 1, found.end()
-        while depth:
-            string = re.compile(r'"(?:[^"\\]|\\.)*"').match(text, end)
-            depth += 0 if string else (text[end] == "(") - (text[end] == ")")
-            end = string.end() if string else end + 1
-        out += [text[at : found.start()], "(void)0"]
-        at = end
-    return "".join((*out, text[at:]))
 
 
 class Item(ctypes.Structure):
@@ -205,12 +81,7 @@ def test_a_tile_is_written_where_the_strip_has_it(
     tile, _ = stream.choice(work, GPUS["sm_90"])
     assert tile
     kernel = stream.plan(work, tile, GPUS["sm_90"])
-    source = tmp_path / "stream.cpp"
-    source.write_text(SHIM + on_host(kernel.text) + DRIVER)
-    assert COMPILER
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
-    subprocess.run([COMPILER, *flags, source, "-o", source.with_suffix(".so")], check=True)
-    library = ctypes.CDLL(str(source.with_suffix(".so")))
+    library = built(tmp_path, "stream", kernel.text, DRIVER)
     grid = -(-M // GRID)
     # Rows that see nothing, ends of tiles on either side of a block of keys, a strip that begins amid a cluster.
     for offset, first, tiles in ((-130, 0, 5), (150, 0, 5), (150, 1, 3), (int(rng.integers(-60, 500)), 1, 4)):

@@ -374,7 +374,6 @@ private:
     __device__ void take_turn() const { barrier_sync(kTurn + half, 256); }
     __device__ void give_turn() const { barrier_arrive(kTurn + 1 - half, 256); }
 
-    // Has a head's product under way.
     // Has a head's product under way, once its pieces have come; in two groups where the warpgroups take turns.
     template <class Side, int PIECES, bool TURNS>
     __device__ void issue(Strip<kTiles>& s, u64 keys) {

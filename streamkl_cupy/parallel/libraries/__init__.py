@@ -22,7 +22,7 @@ _of_types: dict[type, str] = {}
 
 
 def known(kind: type) -> str | None:
-    """The library of arrays of a type, by where it lives, tracers' and subclasses' too; None of stand-ins and others."""
+    """The library of arrays of a type, by where it lives, tracers' and subclasses' too; None of others."""
     for ancestor in kind.__mro__:
         root = ancestor.__module__.partition(".")[0].replace("jaxlib", "jax")
         if root in LIBRARIES:
