@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -166,26 +166,46 @@ def test_every_product_is_there_once(
     rng: np.random.Generator, tmp_path: Path, rows_kernel: Callable[..., None]
 ) -> None:
     """Over strips, and over blocks of threads that begin and end anywhere; nothing is read that nobody has written."""
-    groups, key_heads, heads, depth = ((1, 1, 5, 40), (3, 1, 1, 128), (2, 2, 3, 72))[rng.integers(3)]
-    B, M, N = 2, int(rng.integers(200, 300)), int(rng.integers(500, 800))
-    facts = GPUS["sm_90"]
-    every = frozenset(("TQ", "TK", "SQ", "SK"))
+    facts, every = GPUS["sm_90"], frozenset(("TQ", "TK", "SQ", "SK"))
+    depth, block_heads = int(rng.choice([40, 72, 128])), int(rng.choice([2, 4]))
     shape = IndexerShape("bfloat16", "bfloat16", "float32", 64, 0, depth, True, False, False, every, tiled=True)
-    all_heads, block_heads = groups * heads, indexer_gated_query_sm90.heads_of(heads)
-    shares = int(rng.choice([1, 3, 7, 40]))
-    units_kernel = launcher(tmp_path, indexer_units.plan(facts))
     gradients = []
     for gated in (indexer_gated_key_sm90.KERNEL, indexer_gated_query_sm90.KERNEL):
-        work = IndexerWork(shape, heads=heads)
+        work = IndexerWork(shape, heads=block_heads)
         tile, _ = gated.choice(work, facts)
         assert tile
         gradients.append(roles(tmp_path, gated.plan(work, tile, facts)))
-    keys_kernel, queries_kernel = gradients
-    join_kernel = launcher(tmp_path, indexer_gated_join.plan(shape, shares, facts), pack_bf16=ROUNDED)
+    kernels = Kernels(
+        rows_kernel,
+        launcher(tmp_path, indexer_units.plan(facts)),
+        *gradients,
+        launcher(tmp_path, indexer_gated_join.plan(shape, max(SHARES), facts), pack_bf16=ROUNDED),
+    )
+    numbers = rng.permutation([1, 2, 2]) if block_heads == 2 else rng.integers(3, 9, 3)
+    for heads, (groups, key_heads) in zip(numbers.tolist(), ((1, 1), (3, 1), (2, 2)), strict=True):
+        one_backward(rng, kernels, depth, groups, key_heads, heads)
 
+
+class Kernels(NamedTuple):
+    rows: Callable[..., None]
+    units: Callable[..., None]
+    keys: Callable[[bytes, int], Counter[tuple[int, int]]]
+    queries: Callable[[bytes, int], Counter[tuple[int, int]]]
+    join: Callable[..., None]
+
+
+SHARES = (1, 3, 7, 40)
+
+
+def one_backward(
+    rng: np.random.Generator, kernels: Kernels, depth: int, groups: int, key_heads: int, heads: int
+) -> None:
+    B, M, N = 2, int(rng.integers(130, 300)), int(rng.integers(300, 800))
+    all_heads, block_heads = groups * heads, indexer_gated_query_sm90.heads_of(heads)
+    shares = int(rng.choice(SHARES))
     bounds = {"key_start": rng.integers(0, 2 * N, (B, M)).astype(np.int32)} if rng.integers(2) else {}
     rule = RowKeys(causal=True, q_offset=int(rng.integers(-150, 600)))
-    _, tile_keys = seen_by(rows_kernel, rule, B, M, N, **bounds)
+    _, tile_keys = seen_by(kernels.rows, rule, B, M, N, **bounds)
     grid, columns = tile_keys.shape[1], -(-depth // 16) * 16
     begin, end = tile_keys[..., 0] // GRID, -(-tile_keys[..., 1] // GRID)
     begin, end = (np.where(tile_keys[..., 0] < tile_keys[..., 1], x, 0) for x in (begin, end))
@@ -225,14 +245,14 @@ def test_every_product_is_there_once(
             | {"first_tile": first, "tiles": tiles, "strip_rows": tiles * GRID, "key_blocks": blocks}
             | {"strip_number": number}
         )
-        units_kernel(args, 3)
+        kernels.units(args, 3)
         # Where each row tile's part of the strip begins.
         width = -(-ends * GRID // BLOCK) * (BLOCK // GRID)
         before = np.concatenate(([0], np.cumsum(width)))
         np.testing.assert_array_equal(widths, before)
 
         start = before[:-1].reshape(B, tiles)
-        read, copies = Counter[tuple[int, int]](), queries_kernel(args, shares)
+        read, copies = Counter[tuple[int, int]](), kernels.queries(args, shares)
         for b, t, group in np.ndindex(B, tiles, groups):
             key_head = group if key_heads > 1 else 0
             for at in range(begin[b, first + t], end[b, first + t]):
@@ -246,7 +266,7 @@ def test_every_product_is_there_once(
                         read[(1 << 41) + tile * GATE_BYTES, GATE_BYTES] += 1
         assert copies == read
 
-        read, copies = Counter(), keys_kernel(args, shares)
+        read, copies = Counter(), kernels.keys(args, shares)
         strips = set()
         for b, t, head in np.ndindex(B, tiles, all_heads):
             for block in range(begin[b, first + t] // 4, -(-end[b, first + t] // 4)):
@@ -258,7 +278,7 @@ def test_every_product_is_there_once(
                 strips.add(((1 << 40) + tile * TILE_BYTES, 4 * TILE_BYTES))
         assert {copy for copy in copies if copy[0] < 1 << 41} == strips
         assert Counter({copy: n for copy, n in copies.items() if copy[0] >= 1 << 41}) == read
-        join_kernel(args, B * key_heads * blocks, BLOCK // indexer_gated_join.PART_KEYS)
+        kernels.join(args, B * key_heads * blocks, BLOCK // indexer_gated_join.PART_KEYS)
 
     # Results count key tiles of rows, and row tiles and heads of keys.
     def wide(x: Array) -> Array:
