@@ -65,6 +65,28 @@ __device__ inline void multiply_values(Strip<kOutTiles>& out, const StripA<OutTi
     for (int k = 0; k < kTiles / 2; ++k) wgmma<Values::kHalf, 1>(out[0], a[k][0].r[0], values + (k * 2048 >> 4), 1);
 }
 
+// One thread: the block's queries, and tile by tile keys and values.
+__device__ inline void produce(const HopperAttentionArgs& all, const Layout& lay, const Block& block,
+                               const Segment& segment, int first_row, Walk& walk) {
+    RingCursor<kRing> at;
+    mbarrier_expect(lay.queries_here(), kQueryBytes);
+    load_chunks<kRows>(lay.queries(), all.query, lay.queries_here(), 0, Keys::kChunks, segment.first_query + first_row,
+                       block.head, block.batch);
+    const int head = block.head / all.base.n.group;
+    for (; walk.more(); walk.next()) {
+        const int key = segment.first_key + walk.row();
+        mbarrier_wait(lay.empty(at.slot), at.parity ^ 1);
+        mbarrier_expect(lay.full(at.slot), Keys::bytes(kColumns));
+        load_chunks<kColumns>(lay.piece(at.slot), all.key, lay.full(at.slot), 0, Keys::kChunks, key, head, block.batch);
+        at.advance();
+        mbarrier_wait(lay.empty(at.slot), at.parity ^ 1);
+        mbarrier_expect(lay.full(at.slot), Values::bytes(kColumns));
+        load_chunks<kColumns>(lay.piece(at.slot), all.value, lay.full(at.slot), 0, Values::kChunks, key, head,
+                              block.batch);
+        at.advance();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     streamkl_attention(const __grid_constant__ HopperAttentionArgs all) {
     extern __shared__ unsigned char shared[];
@@ -98,33 +120,15 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
 
     const Range keys = mask.keys_of(first_row, end_row), tiles = covering(keys, kColumns);
     Walk walk(mask, {first_row, end_row}, split_of(mask.steps_at_once(first_row, tiles), block, n));
-    RingCursor<kRing> at;
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();
-        if (threadIdx.x == kThreads) {
-            mbarrier_expect(lay.queries_here(), kQueryBytes);
-            load_chunks<kRows>(lay.queries(), all.query, lay.queries_here(), 0, Keys::kChunks,
-                               segment.first_query + first_row, block.head, block.batch);
-            const int head = block.head / n.group;
-            for (; walk.more(); walk.next()) {
-                const int key = segment.first_key + walk.row();
-                mbarrier_wait(lay.empty(at.slot), at.parity ^ 1);
-                mbarrier_expect(lay.full(at.slot), Keys::bytes(kColumns));
-                load_chunks<kColumns>(lay.piece(at.slot), all.key, lay.full(at.slot), 0, Keys::kChunks, key, head,
-                                      block.batch);
-                at.advance();
-                mbarrier_wait(lay.empty(at.slot), at.parity ^ 1);
-                mbarrier_expect(lay.full(at.slot), Values::bytes(kColumns));
-                load_chunks<kColumns>(lay.piece(at.slot), all.value, lay.full(at.slot), 0, Values::kChunks, key, head,
-                                      block.batch);
-                at.advance();
-            }
-        }
+        if (threadIdx.x == kThreads) produce(all, lay, block, segment, first_row, walk);
         return;
     }
 
     registers_raise<SKL_CONSUMER_REGISTERS>();
+    RingCursor<kRing> at;
     const int lane = lane_id();
     const int strip = 16 * ((threadIdx.x / 32) & 3);
     const bool idle = block.head + packed_head(64 * group) >= end_head;

@@ -52,6 +52,57 @@ constexpr int kBarrierBytes = 8 * (2 * kRing + 1);
 static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup computes 64 x 64 scores");
 static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
+using Walk = Cursor<Mask, -1>;
+
+// The queries of a block, its ring of pieces and their barriers, in shared memory.
+struct Layout {
+    u32 base;
+    __device__ u32 teacher_queries() const { return base; }
+    __device__ u32 student_queries() const { return base + Teacher::bytes(kRows); }
+    __device__ u32 piece(int slot) const { return base + kQueryBytes + slot * kPieceBytes; }
+    __device__ u32 full(int slot) const { return piece(kRing) + 8 * slot; }
+    __device__ u32 empty(int slot) const { return full(kRing) + 8 * slot; }
+    __device__ u32 queries_here() const { return empty(kRing); }
+};
+
+// One thread: the block's queries, and tile by tile the pieces of keys, or of what is given in their place.
+__device__ inline void produce(const HopperForwardArgs& all, const Layout& lay, const Block& block,
+                               const Segment& segment, int first_row, Walk& walk, RingCursor<kRing>& at) {
+    const ForwardArgs& args = all.base;
+    mbarrier_expect(lay.queries_here(), kQueryBytes);
+    load_chunks<kRows>(lay.teacher_queries(), all.teacher_q, lay.queries_here(), 0, Teacher::kChunks,
+                       segment.first_query + first_row, block.head, block.batch);
+    load_chunks<kRows>(lay.student_queries(), all.student_q, lay.queries_here(), 0, Student::kChunks,
+                       segment.first_query + first_row, block.head, block.batch);
+    const int head_t = block.head / args.n.teacher_group, head_s = block.head / args.n.student_group;
+    for (; walk.more(); walk.next()) {
+#pragma unroll
+        for (int p = 0; p < kPieces; ++p) {
+            const bool teacher = p < kTeacherPieces;
+            const int first_chunk = (teacher ? p : p - kTeacherPieces) * kPieceChunks;
+            const int chunks = min((teacher ? Teacher::kChunks : Student::kChunks) - first_chunk, kPieceChunks);
+            mbarrier_wait(lay.empty(at.slot), at.parity ^ 1);
+            mbarrier_expect(lay.full(at.slot), chunks * kColumns * 128);
+            load_chunks<kColumns>(lay.piece(at.slot), teacher ? all.teacher_k : all.student_k, lay.full(at.slot),
+                                  first_chunk, chunks, segment.first_key + walk.row(), teacher ? head_t : head_s,
+                                  block.batch);
+            at.advance();
+        }
+        if constexpr (kGiven) {
+            for (int g = 0; g < kGroups; ++g)
+                for (int box = 0; box < kBoxes; ++box) {
+                    mbarrier_wait(lay.empty(at.slot), at.parity ^ 1);
+                    mbarrier_expect(lay.full(at.slot), Teacher::kBoxBytes);
+                    load_boxes<Teacher>(lay.piece(at.slot), all.teacher_q, lay.full(at.slot), 1,
+                                        segment.first_query + first_row + 64 * g,
+                                        segment.first_key + walk.row() + box * Teacher::kBoxKeys,
+                                        args.in.teacher_q.head == 0 ? 0 : block.head, block.batch);
+                    at.advance();
+                }
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     streamkl_forward(const __grid_constant__ HopperForwardArgs all) {
     extern __shared__ unsigned char shared[];
@@ -72,61 +123,24 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     // registers.
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
-    const u32 base = (static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u;
-    const u32 queries_t = base, queries_s = base + Teacher::bytes(kRows), ring = base + kQueryBytes;
-    const u32 full = ring + kRing * kPieceBytes, empty = full + 8 * kRing, queries_here = empty + 8 * kRing;
+    const Layout lay{(static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u};
     if (threadIdx.x == 0) {
         for (int i = 0; i < kRing; ++i) {
-            mbarrier_init(full + 8 * i, 1);
-            mbarrier_init(empty + 8 * i, kWarps * kArrivals);
+            mbarrier_init(lay.full(i), 1);
+            mbarrier_init(lay.empty(i), kWarps * kArrivals);
         }
-        mbarrier_init(queries_here, 1);
+        mbarrier_init(lay.queries_here(), 1);
         mbarrier_publish();
     }
     __syncthreads();
 
     const Range tiles = covering(mask.keys_of(first_row, end_row), kColumns);
-    Cursor<Mask, -1> walk(mask, {first_row, end_row}, split_of(mask.steps_of(first_row, tiles), block, n));
+    Walk walk(mask, {first_row, end_row}, split_of(mask.steps_of(first_row, tiles), block, n));
     RingCursor<kRing> at;
 
     if (group == kGroups) {
         registers_lower<SKL_PRODUCER_REGISTERS>();
-        if (threadIdx.x == kThreads) {
-            mbarrier_expect(queries_here, kQueryBytes);
-            load_chunks<kRows>(queries_t, all.teacher_q, queries_here, 0, Teacher::kChunks,
-                               segment.first_query + first_row, block.head, block.batch);
-            load_chunks<kRows>(queries_s, all.student_q, queries_here, 0, Student::kChunks,
-                               segment.first_query + first_row, block.head, block.batch);
-            const int head_t = block.head / n.teacher_group, head_s = block.head / n.student_group;
-            for (; walk.more(); walk.next()) {
-#pragma unroll
-                for (int p = 0; p < kPieces; ++p) {
-                    const bool teacher = p < kTeacherPieces;
-                    const int first_chunk = (teacher ? p : p - kTeacherPieces) * kPieceChunks;
-                    const int chunks = min((teacher ? Teacher::kChunks : Student::kChunks) - first_chunk, kPieceChunks);
-                    const u32 barrier = full + 8 * at.slot;
-                    mbarrier_wait(empty + 8 * at.slot, at.parity ^ 1);
-                    mbarrier_expect(barrier, chunks * kColumns * 128);
-                    load_chunks<kColumns>(ring + at.slot * kPieceBytes, teacher ? all.teacher_k : all.student_k,
-                                          barrier, first_chunk, chunks, segment.first_key + walk.row(),
-                                          teacher ? head_t : head_s, block.batch);
-                    at.advance();
-                }
-                if constexpr (kGiven) {
-                    for (int g = 0; g < kGroups; ++g)
-                        for (int box = 0; box < kBoxes; ++box) {
-                            const u32 barrier = full + 8 * at.slot;
-                            mbarrier_wait(empty + 8 * at.slot, at.parity ^ 1);
-                            mbarrier_expect(barrier, Teacher::kBoxBytes);
-                            load_boxes<Teacher>(ring + at.slot * kPieceBytes, all.teacher_q, barrier, 1,
-                                                segment.first_query + first_row + 64 * g,
-                                                segment.first_key + walk.row() + box * Teacher::kBoxKeys,
-                                                args.in.teacher_q.head == 0 ? 0 : block.head, block.batch);
-                            at.advance();
-                        }
-                }
-            }
-        }
+        if (threadIdx.x == kThreads) produce(all, lay, block, segment, first_row, walk, at);
         return;
     }
 
@@ -142,20 +156,20 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     const int strip_head = kPacked ? block.head + packed_head(64 * group + strip) : block.head;
     start_rows(args, state, block.batch, min(strip_head, end_head - 1), segment, row);
 
-    const u64 q_t = swizzled_descriptor(queries_t + group * 64 * 128),
-              q_s = swizzled_descriptor(queries_s + group * 64 * 128);
-    const u64 ring_start = swizzled_descriptor(ring);
-    const auto release = [empty](int slot) { warp_arrive(empty + 8 * slot); };
-    mbarrier_wait(queries_here, 0);
+    const u64 q_t = swizzled_descriptor(lay.teacher_queries() + group * 64 * 128),
+              q_s = swizzled_descriptor(lay.student_queries() + group * 64 * 128);
+    const u64 ring_start = swizzled_descriptor(lay.piece(0));
+    const auto release = [&lay](int slot) { warp_arrive(lay.empty(slot)); };
+    mbarrier_wait(lay.queries_here(), 0);
     HeldRows<SKL_HELD_STEPS> held;
-    held.load<kRows>(queries_t, 16 * (threadIdx.x / 32));
+    held.load<kRows>(lay.teacher_queries(), 16 * (threadIdx.x / 32));
 
     for (; walk.more(); walk.next()) {
         const int key = walk.row();
         if (group_row >= segment.queries || key >= mine.end || key + kColumns <= mine.begin ||
             (Mask::kListed && !walk.any_visible(group_row, group_end))) {
             for (int p = 0; p < kAllPieces; ++p) {
-                warp_wait(full + 8 * at.slot, at.parity);  // or two arrivals could fall into one phase
+                warp_wait(lay.full(at.slot), at.parity);  // or two arrivals could fall into one phase
                 release(at.slot);
                 at.advance();
             }
@@ -165,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         int previous = 0;
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
-            mbarrier_wait(full + 8 * at.slot, at.parity);
+            mbarrier_wait(lay.full(at.slot), at.parity);
             const u64 piece = ring_start + static_cast<u64>(at.slot * (kPieceBytes >> 4));
             wgmma_fence();
             if (kLong && p >= kFirstHalf && p < kTeacherPieces)
@@ -188,10 +202,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             for (int g = 0; g < kGroups; ++g)
 #pragma unroll
                 for (int box = 0; box < kBoxes; ++box) {
-                    warp_wait(full + 8 * at.slot, at.parity);
+                    warp_wait(lay.full(at.slot), at.parity);
                     if (g == group)
-                        Teacher::read_rows(t[0], box, ring + at.slot * kPieceBytes,
-                                           strip + Accumulators::first_row(lane));
+                        Teacher::read_rows(t[0], box, lay.piece(at.slot), strip + Accumulators::first_row(lane));
                     __syncwarp();
                     release(at.slot);
                     at.advance();
