@@ -56,7 +56,59 @@ struct Layout {
     __device__ u32 full(int slot) const { return vectors(kStages) + 8 * slot; }
     __device__ u32 empty(int slot) const { return full(kStages) + 8 * slot; }
     __device__ u32 rows_here() const { return empty(kStages); }
+
+    // One thread, before anybody uses a barrier.
+    __device__ void init() const {
+        for (int i = 0; i < kStages; ++i) {
+            mbarrier_init(full(i), 1);
+            mbarrier_init(empty(i), kWarps * kArrivals);
+        }
+        mbarrier_init(rows_here(), 1);
+        mbarrier_publish();
+    }
 };
+
+// Statistics of a tile of streamed queries, on their way through the producer's warp.
+struct StreamedRows {
+    static constexpr int kMine = kVectors > 0 ? kColumns / 32 : 1;  // of a lane
+    Row rows[kMine];
+    __device__ void read(const RowVectors& vectors, Range there, int first) {
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            const int q = first + lane_id() + 32 * i;
+            rows[i] = {infinity(), 0.f};
+            if (there.contains(q)) rows[i] = {vectors.lse[q], vectors.delta[q]};
+        }
+    }
+    __device__ void put(u32 shared) const {
+        float* const to = reinterpret_cast<float*>(__cvta_shared_to_generic(shared));
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            to[lane_id() + 32 * i] = rows[i].lse;
+            to[kColumns + lane_id() + 32 * i] = rows[i].delta;
+        }
+    }
+};
+
+// One thread: the rows of a block, from (row, head, batch) on, on their way.
+__device__ inline void load_block(const HopperAttentionGradientArgs& all, const Layout& lay, int row, int head,
+                                  int batch) {
+    mbarrier_expect(lay.rows_here(), kRowBytes);
+    load_chunks<kRows>(lay.scored_rows(), kRowsAreQueries ? all.query : all.key, lay.rows_here(), 0, Scored::kChunks,
+                       row, head, batch);
+    if constexpr (kScored)
+        load_chunks<kRows>(lay.valued_rows(), kRowsAreQueries ? all.grad : all.value, lay.rows_here(), 0,
+                           Valued::kChunks, row, head, batch);
+}
+// The same of a tile of streamed rows.
+__device__ inline void load_tile(const HopperAttentionGradientArgs& all, const Layout& lay, int slot, int row, int head,
+                                 int batch) {
+    mbarrier_expect(lay.full(slot), kStageBytes);
+    load_chunks<kColumns>(lay.scored(slot), kRowsAreQueries ? all.key : all.query, lay.full(slot), 0, Scored::kChunks,
+                          row, head, batch);
+    load_chunks<kColumns>(lay.valued(slot), kRowsAreQueries ? all.value : all.grad, lay.full(slot), 0, Valued::kChunks,
+                          row, head, batch);
+}
 
 // Issues out += a * streamed tile, up to 128 columns of the output per product.
 template <class Side, int TILES>
@@ -144,14 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
 
     const Layout lay{(static_cast<u32>(__cvta_generic_to_shared(shared)) + 1023) & ~1023u};
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(lay.full(i), 1);
-            mbarrier_init(lay.empty(i), kWarps * kArrivals);
-        }
-        mbarrier_init(lay.rows_here(), 1);
-        mbarrier_publish();
-    }
+    if (threadIdx.x == 0) lay.init();
     __syncthreads();
     RingCursor<kStages> at;
     const auto columns_of = [first_row, end_row](const Mask& mask) {
@@ -164,14 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         const int lane = lane_id();
         const int first_in = (kRowsAreQueries ? segment.first_query : segment.first_key) + first_row;
         const int row_head = kRowsAreQueries ? first_head : key_head;
-        if (lane == 0) {
-            mbarrier_expect(lay.rows_here(), kRowBytes);
-            load_chunks<kRows>(lay.scored_rows(), kRowsAreQueries ? all.query : all.key, lay.rows_here(), 0,
-                               Scored::kChunks, first_in, row_head, block.batch);
-            if constexpr (kScored)
-                load_chunks<kRows>(lay.valued_rows(), kRowsAreQueries ? all.grad : all.value, lay.rows_here(), 0,
-                                   Valued::kChunks, first_in, row_head, block.batch);
-        }
+        if (lane == 0) load_block(all, lay, first_in, row_head, block.batch);
         __syncwarp();
         for (int head = first_head; head < end_head; ++head) {
             const Mask mask(n, segment, block.batch, head);
@@ -180,33 +218,16 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             for (Cursor<Mask> walk(mask, rows, mask.steps_of(first_row, covering(columns, kColumns))); walk.more();
                  walk.next()) {
                 const int first = walk.row(), streamed_head = kRowsAreQueries ? key_head : head;
-                constexpr int mine = kVectors > 0 ? kColumns / 32 : 1;
-                Row stats[mine];
-                if constexpr (kVectors > 0) {
-#pragma unroll
-                    for (int i = 0; i < mine; ++i) {
-                        const int q = first + lane + 32 * i;
-                        stats[i] = {infinity(), 0.f};
-                        if (columns.contains(q)) stats[i] = {vectors.lse[q], vectors.delta[q]};
-                    }
-                }
+                StreamedRows stats;
+                if constexpr (kVectors > 0) stats.read(vectors, columns, first);
                 warp_wait(lay.empty(at.slot), at.parity ^ 1);
                 if constexpr (kVectors > 0) {
-                    float* const to = reinterpret_cast<float*>(__cvta_shared_to_generic(lay.vectors(at.slot)));
-#pragma unroll
-                    for (int i = 0; i < mine; ++i) {
-                        to[lane + 32 * i] = stats[i].lse;
-                        to[kColumns + lane + 32 * i] = stats[i].delta;
-                    }
+                    stats.put(lay.vectors(at.slot));
                     __syncwarp();
                 }
                 if (lane == 0) {
                     const int from = (kRowsAreQueries ? segment.first_key : segment.first_query) + first;
-                    mbarrier_expect(lay.full(at.slot), kStageBytes);
-                    load_chunks<kColumns>(lay.scored(at.slot), kRowsAreQueries ? all.key : all.query, lay.full(at.slot),
-                                          0, Scored::kChunks, from, streamed_head, block.batch);
-                    load_chunks<kColumns>(lay.valued(at.slot), kRowsAreQueries ? all.value : all.grad,
-                                          lay.full(at.slot), 0, Valued::kChunks, from, streamed_head, block.batch);
+                    load_tile(all, lay, at.slot, from, streamed_head, block.batch);
                 }
                 __syncwarp();
                 at.advance();
