@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import patterns
+from streamkl_cupy import indexer_kl_plan, patterns
 from streamkl_cupy.cli import catalogue
 from streamkl_cupy.errors import DriverError
 from streamkl_cupy.kernels import KERNELS, combine, gpus
@@ -441,8 +441,12 @@ def test_plans_count_in_words(arch: str) -> None:
     shapes = [{"M": 1, "N": 1, "heads": 1, "batch": 1, "key_heads": 1}, {"heads": 2, "batch": 3, "M": 300, "N": 9000}]
     texts = [str(plan(arch, **what)) for what in shapes]
     texts += [str(numpy_plan(problem(**what))) for what in shapes]
-    one = {"block", "batch", "head", "query", "key", "thread", "row", "column", "stage"}
-    several = {"blocks", "batches", "heads", "queries", "keys", "threads", "rows", "columns", "stages"}
+    for (B, H, M, D), groups in itertools.product(((1, 1, 1, 16), (2, 4, 9000, 64)), (1, 2)):
+        teacher, index = np.empty((B, 2 * H, M, D), np.float32), np.empty((B, 2, M, D), np.float32)
+        arrays = (teacher, teacher[:, :groups], index, index[:, :groups], np.empty((B, 2, M), np.float32))
+        texts.append(str(indexer_kl_plan(*arrays, index_scale=1.0, head_groups=groups, arch=arch)))
+    one = {"block", "batch", "head", "query", "key", "thread", "row", "column", "stage", "group", "state", "strip"}
+    several = {f"{x}s" for x in one} - {"batchs", "querys"} | {"batches", "queries"}
     for text in texts:
         counted = [
             (int(n), noun) for n, noun in re.findall(r"\b(\d+) (?:key (?=head))?(\w+)", text) if noun in one | several

@@ -34,6 +34,7 @@ from ..kernels.structs import INDEXER_LINE, INDEXER_ROW_REGIONS, Regions, indexe
 from ..kernels.tensor_maps import no_map
 from ..ops import INDEXER_KL
 from ..ops.indexer_kl import WRT
+from ..problem import counted
 from .problem import IndexProblem
 from .strips import Strip, cut_strips
 
@@ -449,16 +450,18 @@ class IndexerPlan:
         teacher = f"H={n['H']} of {self.shape.teacher}" if n["H"] else "target given"
         lines = [
             f"indexer KL on {self.facts.name or p.device}: B={p['B']} M={p['M']} N={p['N']}, teacher {teacher}, "
-            f"indexer HI={n['I']} of {self.shape.student}, {p.groups} groups",
-            f"  forward, {self.workspace_bytes / 2**20:.1f} MiB of workspace, {self.row_cut.states} states to a row",
+            f"indexer HI={n['I']} of {self.shape.student}, {counted(p.groups, 'group')}",
+            f"  forward, {self.workspace_bytes / 2**20:.1f} MiB of workspace, "
+            f"{counted(self.row_cut.states, 'state')} to a row",
             f"    queries are {streams}",
             *(f"    {kernel}" for kernel in self.forward),
         ]
         if self.wrt:
-            rows = [strip.tiles * GRID for strip in self.strips] or [0]
+            least, most = (f([strip.tiles * GRID for strip in self.strips], default=0) for f in (min, max))
+            rows = f"{least} to {most} rows" if least < most else counted(most, "row")
             lines += [
                 f"  backward to {', '.join(self.wrt)}, {self.backward_bytes / 2**20:.1f} MiB of workspace, "
-                f"{len(self.strips)} strips of {min(rows)} to {max(rows)} rows, shares for {self.shares} blocks",
+                f"{counted(len(self.strips), 'strip')} of {rows}, shares for {counted(self.shares, 'block')}",
                 f"    gates are not kept: {self.no_gates}" if self.no_gates else "    gates are kept",
                 *(f"    {kernel}" for kernel in self.backward),
             ]

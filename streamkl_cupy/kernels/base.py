@@ -300,12 +300,12 @@ class KernelPlan(KernelText):
             heads = min(rows // s.packed_rows, s.heads_together)
             shape.append(f"{counted(heads, 'head')} packed into {counted(heads * s.packed_rows, 'row')}")
         if s.splits > 1 and s.partial_bytes:
-            each = f" in turns of {s.share_steps} steps" if s.share_steps else ""
+            each = f" in turns of {counted(s.share_steps, 'step')}" if s.share_steps else ""
             shape.append(f"row tiles shared by up to {s.splits} blocks{each}, partial sums {s.partial_bytes} B")
         elif s.splits > 1:
             shape.append(f"keys split over {s.splits} blocks")
         elif s.partial_bytes:
-            shape.append(f"lists of more than {s.longest} tiles shared, partial sums {s.partial_bytes} B")
+            shape.append(f"lists of more than {counted(s.longest, 'tile')} shared, partial sums {s.partial_bytes} B")
         reason = f" ({self.reason})" if self.reason else ""
         return f"{self.name}: {self.entry} for {self.arch}, {', '.join(shape)}{reason}"
 
