@@ -3,7 +3,7 @@ PYTHON ?= python
 
 # What a mistake in the host code breaks first: references and judges, the NumPy kernels against them, plans, masks'
 # blocks, what is packed for a kernel or handed to a backend, CUDA texts and their seams, and the refusals of a call.
-QUICK = reference compare cases properties numpy_backend patterns planning launch packing indexer_packing handed_down source seams api validate
+QUICK = reference compare cases properties numpy_backend patterns planning launch packing indexer_packing handed_down source texts seams api validate
 .PHONY: quick check format test-cpu test-gpu pages mutate sanitize bench
 
 check: ## lint, format, types

@@ -1,0 +1,104 @@
+"""Kernels' texts as the host's compiler reads them: it knows no GPU, but the assertions that hold a plan to its kernel.
+
+Shared memory, what lies in it and in workspaces, and the sizes of structs are computed by plans and asserted in texts.
+NVRTC compiles what the lot falls on, seconds each; this reads one text of every kernel and tile in hundredths.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamkl_cupy.cli import catalogue
+from streamkl_cupy.kernels.base import KernelPlan
+from streamkl_cupy.rules.divergences import DIVERGENCES
+
+COMPILER = shutil.which("c++") or shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+# What NVRTC knows of itself, declared only.
+SHIM = r"""
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __shared__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+struct int2 { int x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+int2 make_int2(int, int);
+float2 make_float2(float, float);
+float4 make_float4(float, float, float, float);
+uint4 make_uint4(unsigned, unsigned, unsigned, unsigned);
+struct Index { unsigned x, y, z; };
+extern const Index threadIdx, blockIdx, gridDim;
+template <class T> constexpr T max(T x, T y) { return x > y ? x : y; }
+template <class T> constexpr T min(T x, T y) { return x < y ? x : y; }
+constexpr int min(int x, int y) { return x < y ? x : y; }
+float fmaf(float, float, float), fmaxf(float, float), fminf(float, float), fabsf(float), log2f(float), exp2f(float);
+float logf(float), sqrtf(float), rsqrtf(float);
+float __int_as_float(int), __uint_as_float(unsigned);
+int __float_as_int(float), __ffs(unsigned), __popc(unsigned), __syncthreads_or(int);
+int __reduce_min_sync(unsigned, int), __reduce_max_sync(unsigned, int);
+unsigned __float_as_uint(float), __umulhi(unsigned, unsigned), __ballot_sync(unsigned, bool);
+bool __any_sync(unsigned, bool), __all_sync(unsigned, bool);
+void __syncwarp(), __syncthreads(), __threadfence();
+void* __cvta_shared_to_generic(unsigned long);
+unsigned long __cvta_generic_to_shared(const void*);
+template <class T> T __shfl_sync(unsigned, T, int);
+template <class T> T __shfl_xor_sync(unsigned, T, int);
+template <class T> T __shfl_up_sync(unsigned, T, int);
+template <class T> T __ldcg(const T*);
+template <class T> T atomicAdd(T*, T);
+template <class T> T atomicOr(T*, T);
+template <class T> T atomicMin(T*, T);
+template <class T> T atomicMax(T*, T);
+template <class T> T atomicExch(T*, T);
+"""
+
+
+def errors(text: str) -> list[str]:
+    """What the compiler has to say of a text, without making anything of it."""
+    assert COMPILER
+    command = [COMPILER, "-std=c++17", "-w", "-fsyntax-only", "-fmax-errors=5", "-x", "c++", "-"]
+    done = subprocess.run(command, input=SHIM + text, capture_output=True, text=True)
+    found = [line for line in done.stderr.splitlines() if "error" in line]
+    assert bool(found) == (done.returncode != 0), done.stderr
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_what_plans_promise_is_what_kernels_assert(arch: str, rng: np.random.Generator) -> None:
+    """Of each kernel and tile one by lot, with other rules each time; other architectures have one of these two."""
+    rules: dict[str, Any] = {
+        "masks": ("none", str(rng.choice([*catalogue.MASK_CASES]))),
+        "divergences": (str(rng.choice([*DIVERGENCES])),),
+        "scores": (tuple(str(x) for x in rng.choice([*catalogue.SCORE_CASES], 2)),),
+        "extents": [catalogue.EXTENTS[rng.integers(len(catalogue.EXTENTS))]],
+    }
+    dims = [catalogue.DIMS[i] for i in rng.choice(len(catalogue.DIMS), 6, replace=False)]
+    listed = catalogue.entries(arch, dims, **rules)[0]
+    dims = [catalogue.ATTENTION_DIMS[i] for i in rng.choice(len(catalogue.ATTENTION_DIMS), 3, replace=False)]
+    listed += catalogue.attention_entries(arch, dims, masks=rules["masks"][1:], scores=("dot",))
+    listed += catalogue.indexer_entries(arch)[0]
+    chosen: dict[object, catalogue.Entry] = {}
+    for i in rng.permutation(len(listed)):
+        kernel = listed[i].kernel
+        planned = isinstance(kernel, KernelPlan)
+        chosen.setdefault((kernel.entry, kernel.tile) if planned else (kernel.name, kernel.smem_bytes), listed[i])
+    wrong = [f"{entry.label} [{entry.kernel}]: {x}" for entry in chosen.values() for x in errors(entry.kernel.text)]
+    assert not wrong, f"{rules}: {len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
+
+
+def test_an_assertion_that_does_not_hold_is_heard() -> None:
+    entry = next(x for x in catalogue.indexer_entries("sm_80")[0] if x.kernel.smem_bytes)
+    more = entry.kernel.smem_bytes + 16
+    text = entry.kernel.text.replace(f"SKL_SMEM_BYTES {more - 16}\n", f"SKL_SMEM_BYTES {more}\n")
+    assert any("plan: smem_bytes" in line for line in errors(text)), entry
