@@ -4,9 +4,11 @@
 
 Works in a copy of the tree. A fault changes one expression or statement: an operator, a comparison, a constant, two
 arguments that change places, a statement that is gone, the teacher for the student. Texts, annotations, decorators and
-tables of tiles are left alone. The quick tests and those that import the module run first; with --all what survives
-them meets the other tests that take seconds too. A test that notices a fault must pass without it. Not part of CI: it
-takes minutes.
+tables of tiles are left alone. A fault meets the tests that run its lines, the quickest first, of the quick files and
+those that import the module; with --all of the others that take seconds too. Which these are is found by running them
+once, and kept from run to run in --reached. A test that notices a fault must pass without it. What survives is held
+against tests/equivalents.toml, which lists changes that make no difference, with reasons. Not part of CI: it takes
+minutes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import json
 import multiprocessing
 import os
 import random
@@ -31,15 +34,16 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from reached import PACKAGE, Notes, Record, Test, block_of, digest, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "streamkl_cupy"
 # They compile kernels, make environments, draw pictures, ask a type checker or take minutes.
 SLOW = (
     "plans_compile",
@@ -160,9 +164,11 @@ def planted(fault: Fault) -> bytes:
     return source[: fault.start] + fault.text.encode() + source[fault.stop :]
 
 
-def stages_for(root: Path, module: str) -> list[list[str]]:
-    """Test files in the order of what they cost to find a fault of a module: its own, those that import it and the
-    quick ones, and the others that take seconds."""
+def stages_for(root: Path, module: str, options: argparse.Namespace) -> list[list[str]]:
+    """Test files that a fault of a module meets: its own, those that import it and the quick ones, and with --all the
+    others that take seconds."""
+    if options.tests:
+        return [[], options.tests]
     quick = re.search(r"^QUICK = (.*)$", (root / "Makefile").read_text(), re.M)
     assert quick is not None
     words = module.removesuffix("/__init__").split("/")
@@ -176,7 +182,7 @@ def stages_for(root: Path, module: str) -> list[list[str]]:
             other = not about & {*name.split("_")}
             used = not (slower and other) or uses.search(path.read_text()) is not None
             (own if name in words else near if used else far).append((other, slower, f"tests/{path.name}"))
-    return [[name for *_, name in sorted(stage)] for stage in (own, near, far) if stage]
+    return [[name for *_, name in sorted(stage)] for stage in ((own, near, far) if options.all else (own, near))]
 
 
 class Tree:
@@ -186,6 +192,7 @@ class Tree:
         self.source, self.root = source, source.with_name(secrets.token_hex(4))
         shutil.copytree(source, self.root)
         self.clock = int(time.time())
+        self.sound: set[str] = set()  # tests that have failed with a fault, and passed without
 
     def write(self, path: Path, text: bytes) -> None:
         """Python recognises a changed file by its size and second, so each version gets a second of its own."""
@@ -194,79 +201,160 @@ class Tree:
         target.write_bytes(text)
         os.utime(target, (self.clock, self.clock))
 
-    def failing(self, tests: list[str], seed: int, limit: float, *options: str) -> list[str]:
-        """The tests that fail, or "timeout". The process is a fork, with the libraries imported."""
-        output = self.root / "output"
+    def run(self, plugin: object, tests: Iterable[str], seed: int, limit: float, *options: str) -> int | None:
+        """The status of pytest, whose words are in `output`; None if it takes too long. It is a fork, with the
+        libraries imported."""
         child = os.fork()
         if not child:
             os.setsid()
-            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+            os.dup2(os.open(self.root / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
             os.dup2(1, 2)
             os.chdir(self.root)
             sys.path[:0] = [str(self.root), str(self.root / "tests")]
             os.environ["PYTHONPATH"] = str(self.root)
             code = 99
             try:
-                code = int(pytest.main([*PYTEST, f"--seed={seed}", *options, *tests]))
-                sys.stdout.flush()
+                code = int(pytest.main([*PYTEST, f"--seed={seed}", *options, *tests], plugins=[plugin]))
+            except BaseException:
+                traceback.print_exc()
             finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
                 os._exit(code)
         end = time.monotonic() + limit
         while (done := os.waitpid(child, os.WNOHANG))[0] == 0:
             if time.monotonic() > end:
                 os.killpg(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-                return ["timeout"]
+                return None
             time.sleep(0.02)
-        text = output.read_text(errors="replace")
+        return os.waitstatus_to_exitcode(done[1])
+
+    def failing(self, tests: list[str], seed: int, limit: float) -> str:
+        """The first of these tests that fails, or "timeout"; empty where none does."""
+        status = self.run(Chosen(tests), dict.fromkeys(x.partition("::")[0] for x in tests), seed, limit, "-x")
+        if status is None:
+            return "timeout"
+        text = (self.root / "output").read_text(errors="replace")
         found = re.findall(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", text, re.M)
-        return found or ([] if done[1] == 0 else [f"status {done[1]}"])
+        return found[0] if found else "" if status in (0, pytest.ExitCode.NO_TESTS_COLLECTED) else f"status {status}"
 
     def noticed(self, fault: Fault, tests: list[str], limit: float) -> str:
-        """What notices a fault, and has nothing to say without one: neither in its file nor alone with these data."""
+        """What notices a fault, and has nothing to say without one."""
         seed = random.randrange(10**6)
-        passed_over: list[str] = []
         while True:
             self.write(fault.path, planted(fault))
-            found = self.failing(tests, seed, limit, "-x", *passed_over)
+            found = self.failing(tests, seed, limit)
             self.write(fault.path, fault.path.read_bytes())
-            if not found or "::" not in found[0]:
-                return "".join(found)
-            broken = self.broken(found[0].partition("::")[0], seed, limit)
-            if found[0] not in broken and not self.failing(found, seed, limit):
-                return found[0]
-            print(f"{found[0]} fails without a fault", file=sys.stderr)
-            passed_over += [f"--deselect={test}" for test in {*found, *broken}]
+            if "::" not in found or found in self.sound or not self.failing([found], seed, limit):
+                self.sound.add(found)
+                return found
+            print(f"{found} fails without a fault", file=sys.stderr)
+            tests = [x for x in tests if x != found]
 
-    def broken(self, file: str, seed: int, limit: float) -> list[str]:
-        """What fails of a file of tests without any fault: found once for all copies of the tree."""
-        known = self.source / f"{file}.broken"
-        if not known.exists():
-            part = self.root / "broken"
-            part.write_text("\n".join(self.failing([file], seed, limit)))
-            shutil.move(part, known)
-        return known.read_text().splitlines()
+    def record(self, file: str, limit: float) -> Record:
+        """What the tests of a file reach, where there is no fault."""
+        made = self.root / "tests.json"
+        made.unlink(missing_ok=True)
+        self.run(Notes(made), [file], random.randrange(10**6), limit)
+        if not made.exists():
+            raise SystemExit(f"{file} did not come to its end:\n{(self.root / 'output').read_text()[-2000:]}")
+        tests = json.loads(made.read_text())
+        modules = {name_of(x): digest(x) for x in (self.root / PACKAGE).rglob("*.py")}
+        return Record(digest(self.root / file), modules, {name: Test(*x) for name, x in tests.items()})
+
+
+class Chosen:
+    """A plugin that runs these tests, in this order."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self._order = {name: i for i, name in enumerate(tests)}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        order = self._order
+        items[:] = sorted((x for x in items if x.nodeid in order), key=lambda x: order[x.nodeid])
 
 
 _trees: list[Tree] = []
 
 
+def tree_of(source: Path) -> Tree:
+    """The copy of the tree that this process works in."""
+    if not _trees:
+        _trees.append(Tree(source))
+    return _trees[0]
+
+
+def recorded(file: str, source: Path, options: argparse.Namespace) -> None:
+    """Have a record of a file of tests for the modules as they are."""
+    kept = options.reached / f"{Path(file).stem}.json"
+    modules = {name_of(x): digest(x) for x in (source / PACKAGE).rglob("*.py")}
+    if (
+        kept.exists()
+        and (known := record_of(kept)).file == digest(source / file)
+        and all(known.modules.get(name) == modules[name] for name in options.changed)
+    ):
+        return
+    began = time.monotonic()
+    kept.write_text(json.dumps(tree_of(source).record(file, options.limit)))
+    print(f"{file}: what its tests run is known, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def record_of(kept: Path) -> Record:
+    file, modules, tests = json.loads(kept.read_text())
+    return Record(file, modules, {name: Test(*x) for name, x in tests.items()})
+
+
+def chosen_tests(fault: Fault, module: str, source: Path, options: argparse.Namespace) -> list[str]:
+    """Tests that run the lines of a fault, the quickest first, for as long as a fault may take."""
+    text = fault.path.read_bytes()
+    block = block_of(text, text[: fault.start].count(b"\n") + 1)
+    here = f"{module}:{block}"
+    found: list[tuple[bool, float, str]] = []  # own ones are the last to be left out
+    for i, stage in enumerate(stages_for(source, module, options)):
+        for file in stage:
+            for name, test in record_of(options.reached / f"{Path(file).stem}.json").tests.items():
+                # What runs on import may be a table that others read.
+                if test.passed and (here in test.blocks or not block or (test.starts_python and not i)):
+                    found.append((i > 0, test.seconds, name))
+    left = {False: options.seconds, True: options.seconds}
+    tests = []
+    for away, seconds, name in sorted(found):
+        left[away] -= seconds
+        if left[away] > 0:
+            tests.append((seconds, name))
+    return [name for _, name in sorted(tests)]
+
+
+def equivalents(source: Path) -> set[tuple[str, ...]]:
+    """Changes that make no difference: module, lines as they are and as they would be."""
+    text = (source / "tests" / "equivalents.txt").read_text(encoding="utf-8")
+    entries = [part.splitlines() for part in re.split(r"\n\s*\n", text)]
+    return {tuple(line for line in lines if line[0] != "#") for lines in entries}
+
+
 def judged(fault: Fault, source: Path, options: argparse.Namespace) -> tuple[str, str, str]:
     """The module of a fault, what became of it, and the report."""
-    if not _trees:  # of this process
-        _trees.append(Tree(source))
-    module = str(fault.path.relative_to(source / PACKAGE).with_suffix(""))
-    stages = [options.tests] if options.tests else stages_for(source, module)
+    module = name_of(fault.path)
+    tests = chosen_tests(fault, module, source, options)
     began = time.monotonic()
-    for stage in stages if options.all else stages[:2]:
-        if by := _trees[0].noticed(fault, stage, options.limit):
-            break
+    by = tree_of(source).noticed(fault, tests, options.limit) if tests else ""
     outcome = by if by == "timeout" else "noticed" if by else "survived"
-    report = f"{outcome} ({time.monotonic() - began:.0f} s): {PACKAGE}/{module}.py {by}"
-    if outcome != "noticed":
-        old, new = (x.decode().splitlines() for x in (fault.path.read_bytes(), planted(fault)))
-        report += "".join(f"\n    {line}" for line in list(difflib.unified_diff(old, new, n=0, lineterm=""))[2:])
+    old, new = (x.decode().splitlines() for x in (fault.path.read_bytes(), planted(fault)))
+    lines = [x for x in difflib.unified_diff(old, new, n=0, lineterm="") if not x.startswith(("---", "+++", "@@"))]
+    changed = [f"{x[0]} {x[1:].strip()}" for x in lines]
+    if outcome == "survived" and (module, *changed) in equivalents(source):
+        outcome = "no difference"
+    report = f"{outcome} ({time.monotonic() - began:.0f} s, {len(tests)} tests): {PACKAGE}/{module}.py {by}"
+    if outcome in ("survived", "timeout"):
+        line = fault.path.read_bytes()[: fault.start].count(b"\n") + 1
+        report += f" line {line}" + "".join(f"\n    {x}" for x in changed)
     return module, outcome, report
+
+
+OUTCOMES = ("noticed", "survived", "no difference", "timeout")
 
 
 def main() -> None:
@@ -276,8 +364,10 @@ def main() -> None:
     parser.add_argument("--modules", default="*", help="globs of modules, as in planning,patterns/* (all)")
     parser.add_argument("--jobs", type=int, default=1, help="copies of the tree at work side by side (1)")
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="these tests, in place of those chosen by module")
-    parser.add_argument("--limit", type=float, default=300, help="seconds of tests per fault and stage (300)")
-    parser.add_argument("--all", action="store_true", help="what survives the first tests meets the others too")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests per fault, its own and others (60)")
+    parser.add_argument("--limit", type=float, default=300, help="seconds until a run of tests is ended (300)")
+    parser.add_argument("--all", action="store_true", help="tests that have nothing to do with the module too")
+    parser.add_argument("--reached", type=Path, default=ROOT / "build" / "reached", help="where records are kept")
     options = parser.parse_args()
 
     rng = random.Random(options.seed)
@@ -285,27 +375,33 @@ def main() -> None:
         if importlib.util.find_spec(name):
             importlib.import_module(name)
     table: dict[str, Counter[str]] = {}
+    options.reached.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as where:
         # What is edited here meanwhile does not matter.
         source = Path(where) / "source"
-        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "shared"))
-        paths = {str(x.relative_to(source / PACKAGE).with_suffix("")): x for x in (source / PACKAGE).rglob("*.py")}
+        shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "shared", "build"))
+        paths = {name_of(x): x for x in (source / PACKAGE).rglob("*.py")}
         globs = options.modules.split(",")
         chosen = [x for name, x in sorted(paths.items()) if any(fnmatch.fnmatch(name, glob) for glob in globs)]
         places = [place for path in chosen for place in faults(path)]
         picked = [rng.choice(place) for place in rng.sample(places, min(options.count, len(places)))]
         print(f"{len(picked)} faults in {len(places)} places, --seed {options.seed}", flush=True)
-        judge = functools.partial(judged, source=source, options=options)
+        options.changed = sorted({name_of(fault.path) for fault in picked})
+        stages = [stages_for(source, name, options) for name in options.changed]
+        files = sorted({file for some in stages for stage in some for file in stage})
         # Not of a Pool, whose processes may not have children of their own, as compiling for a test has.
         fork = multiprocessing.get_context("fork")
         with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=fork) as pool:
+            list(pool.map(functools.partial(recorded, source=source, options=options), files))
+        with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=fork) as pool:
+            judge = functools.partial(judged, source=source, options=options)
             for future in concurrent.futures.as_completed([pool.submit(judge, fault) for fault in picked]):
                 module, outcome, report = future.result()
                 table.setdefault(module, Counter())[outcome] += 1
                 print(report, flush=True)
-    print(f"\n{'module':28} noticed  survived  timeout")
+    print(f"\n{'module':28} " + "  ".join(OUTCOMES))
     for module, counts in [*sorted(table.items()), ("all", sum(table.values(), Counter()))]:
-        print(f"{module:28} {counts['noticed']:7}  {counts['survived']:8}  {counts['timeout']:7}")
+        print(f"{module:28} " + "  ".join(f"{counts[x]:{len(x)}}" for x in OUTCOMES))
 
 
 if __name__ == "__main__":
