@@ -270,7 +270,7 @@ def test_a_tile_with_all_keys_needs_no_sums_of_the_queries_gradient(deterministi
 @pytest.mark.parametrize("kind", ["forward", "gradient", "attention", "attention_gradient"])
 def test_registers_of_warpgroups_fit_what_a_launch_gets(kind: str) -> None:
     """A consumer has the sums, and the producer addresses: not the other way."""
-    masks = (MaskSpec(), MaskSpec(("keys",)), MaskSpec(("window", "lengths", "keys")))
+    masks = [catalogue.mask_spec(name, 8192, 8192) for name in catalogue.MASK_CASES]
     op = ATTENTION_KL if kind in ("forward", "gradient") else SPARSE_ATTENTION
     kernel = KERNELS[kind][0]
     for task, mask in itertools.product([x for x in (op.forward, *op.gradients, *op.fused) if x.kind == kind], masks):
@@ -432,8 +432,9 @@ def test_one_mask_with_holes_leaves_registers_for_one_pass() -> None:
     pattern = patterns.local(256, queries=8192)
     assert plan(mask=MaskSpec(("causal", "blocks"), (("q_offset", 0),), pattern)).unfused == ()
     assert plan(mask=MaskSpec(("lengths", "keys"))).unfused == ()
-    # Of two the mask of rows is as good as none: rows are picked once for a tile.
-    assert plan(mask=MaskSpec(("keys", "query_mask"))).unfused == ()
+    # A mask of rows beside it goes with the three row vectors of the student, not with the teacher's four.
+    assert [fused.side for fused in plan(mask=MaskSpec(("keys", "query_mask"))).fused] == ["student"]
+    assert plan(mask=MaskSpec(("keys", "blocks"), (), pattern)).fused == ()
     assert "registers hold one mask with holes" in str(plan(mask=MaskSpec(("keys", "blocks"), (), pattern)))
 
 
