@@ -372,3 +372,17 @@ def test_plain_computation_is_near(
         if dtype != "float32" and scale is None:  # rounded before the second product too, which the last does not undo
             some = gradients.value[i] != 0
             assert (a != reference.rounded(gradients.value[i], dtype))[some].mean() > 0.1
+
+
+@pytest.mark.parametrize("divergence", [name for name, entry in DIVERGENCES.items() if entry.zeros])
+def test_a_probability_of_0_loosens_no_bound(divergence: str, rng: np.random.Generator) -> None:
+    """Its logit stands for minus infinity and has no rounding; that of a tiny one has as much as it is large."""
+    target = rng.random((1, 1, 5, 7)) * (rng.random(7) < 0.5)
+    target[..., 0], target[..., 1] = 1, 0
+    grad, q, k = (rng.standard_normal((1, 1, *shape)) for shape in ((5,), (5, 8), (7, 8)))
+    found = []
+    for given in (target, np.where(target == 0, 1e-30, target)):
+        rows = reference.forward_to(given, q, k, divergence=divergence)
+        found.append((rows.condition, *reference.backward_to(grad, given, q, k, divergence=divergence).sensitivity[2:]))
+    for none, tiny in zip(*found, strict=True):
+        assert (none <= tiny * (1 + 1e-6)).all()
