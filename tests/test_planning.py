@@ -17,7 +17,7 @@ from streamkl_cupy.cli import catalogue
 from streamkl_cupy.errors import DriverError
 from streamkl_cupy.kernels import KERNELS, combine, gpus
 from streamkl_cupy.kernels.base import Work
-from streamkl_cupy.kernels.shares import CACHED
+from streamkl_cupy.kernels.shares import CACHED, steps_of
 from streamkl_cupy.kernels.work_tiles import survey
 from streamkl_cupy.numpy_backend import make_plan as numpy_plan
 from streamkl_cupy.ops import ATTENTION_KL, SPARSE_ATTENTION
@@ -144,7 +144,9 @@ def test_lists_that_are_longer_than_the_others_are_split(causal: bool, determini
         average = lengths.sum() / 132
         assert (kernel.schedule.partial_bytes > 0) == (lengths.max() > kernel.schedule.longest), kernel.name
         assert average / 2 <= kernel.schedule.longest < max(average / 2 + 2, 33)
-        assert kernel.schedule.tiles < 1.3 * lengths.shape[1]
+        # Every tile of rows has a block, and pieces of long ones have more.
+        assert lengths.shape[1] <= kernel.schedule.tiles < 1.3 * lengths.shape[1]
+        assert (kernel.schedule.tiles > lengths.shape[1]) == (kernel.schedule.partial_bytes > 0)
         # As many float32 tiles as there are splits, and a counter for each of their warps.
         slots = 8 * kernel.schedule.partial_slots
         assert kernel.schedule.arrivals_bytes == -(-4 * slots * kernel.tile.warps // 128) * 128
@@ -303,6 +305,20 @@ def test_splits_of_keys_are_worth_a_block(rng: Any) -> None:
                 most = min(tiles // 8, -(-2 * each * facts.multiprocessors // blocks))
                 done = [-(-blocks * n // (132 * each)) * (-(-tiles // n) + 6) for n in range(1, most + 1)]
                 assert splits == 1 + done.index(min(done))
+
+
+@pytest.mark.parametrize("lengths", [(512, 65_536), (4096, 512)])
+def test_packed_sequences_whose_ends_meet_count_as_that(lengths: tuple[int, int]) -> None:
+    """Without an offset the last row of a sequence is at its last key, wherever that is."""
+    M, N = lengths
+
+    def counted(given: int, offset: int) -> list[Any]:
+        mask = MaskSpec(("packed", "causal"), (("q_offset_given", given), ("q_offset", offset)))
+        what = problem(M=3 * M, N=3 * N, rank=3, sequences=3, mask=mask)
+        steps = [steps_of(what, 128, 64, by_keys).tolist() for by_keys in (False, True)]
+        return [combine.key_tiles(what, 128, 64), *steps]
+
+    assert counted(0, 0) == counted(1, N - M) != counted(1, 0)
 
 
 def test_few_row_tiles_on_many_keys_stay_the_best_ones_and_are_split() -> None:
