@@ -85,6 +85,21 @@ def loaded(kernel: KernelPlan | IndexerKernel) -> str:
     return "".join(said)
 
 
+def registers_fit(kernel: KernelPlan | IndexerKernel) -> bool:
+    """Whether warpgroups divide among them what a launch gives to each thread, the producer with the least."""
+    told = {name: int(x) for name, x in kernel.constants if name.endswith("_REGISTERS") or name == "SKL_MIN_BLOCKS"}
+    blocks = told.pop("SKL_MIN_BLOCKS", 1)
+    if not told:
+        return True
+    all_equal = 65536 // (kernel.threads * blocks) // 8 * 8
+    consumers = kernel.threads // 128 - len(told) + 1
+    divided = sum(told.values()) + (consumers - 1) * told["SKL_CONSUMER_REGISTERS"]
+    # A group gives some up, or takes more, by eights.
+    odd = [x for x in told.values() if x % 8 or not 24 <= x <= 240]
+    least = min(told.values()) == told["SKL_PRODUCER_REGISTERS"] < told["SKL_CONSUMER_REGISTERS"] == max(told.values())
+    return not odd and least and divided <= all_equal * (consumers + len(told) - 1)
+
+
 def errors(text: str) -> list[str]:
     """What the compiler has to say of a text, without making anything of it."""
     assert COMPILER
@@ -108,7 +123,7 @@ def test_what_plans_promise_is_what_kernels_assert(arch: str, rng: np.random.Gen
     # The widest have keys of the other side in pieces.
     listed = catalogue.entries(arch, {*dims, max(catalogue.DIMS)}, **rules)[0]
     dims = [catalogue.ATTENTION_DIMS[i] for i in rng.choice(len(catalogue.ATTENTION_DIMS), 3, replace=False)]
-    listed += catalogue.attention_entries(arch, dims, masks=rules["masks"][1:], scores=("dot",))
+    listed += catalogue.attention_entries(arch, dims, masks=("blocks", *rules["masks"][1:]), scores=("dot",))
     listed += catalogue.indexer_entries(arch)[0]
     chosen: dict[object, catalogue.Entry] = {}
     for i in rng.permutation(len(listed)):
@@ -117,6 +132,8 @@ def test_what_plans_promise_is_what_kernels_assert(arch: str, rng: np.random.Gen
         kind = (kernel.entry, kernel.tile, kernel.boxes) if planned else (kernel.name, kernel.smem_bytes)
         chosen.setdefault(kind, listed[i])
     texts = [(x, x.kernel.text + loaded(getattr(x.kernel, "kernel", x.kernel))) for x in chosen.values()]
+    for entry in listed:
+        assert registers_fit(getattr(entry.kernel, "kernel", entry.kernel)), entry
     wrong = [f"{entry.label} [{entry.kernel}]: {x}" for entry, text in texts for x in errors(text)]
     assert not wrong, f"{rules}: {len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
 
