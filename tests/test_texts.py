@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from streamkl_cupy.cli import catalogue
-from streamkl_cupy.kernels.base import KernelPlan
-from streamkl_cupy.kernels.indexer import IndexerKernel
+from streamkl_cupy.kernels.base import KernelPlan, KernelText
 from streamkl_cupy.rules.divergences import DIVERGENCES
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -69,10 +69,10 @@ BOXES = {"fused_sm90": "kKeyBox", "indexer_stream_sm90": "kKeyBox", "attention_f
 """Keys that come at a time, where that is not a tile of them; in one pass over both sides those of the other side."""
 
 
-def loaded(kernel: KernelPlan | IndexerKernel) -> str:
+def loaded(kernel: KernelText) -> str:
     """What a kernel has to say of the boxes of its tensor maps: copies are counted in bytes, and of a wrong number it
     would wait for ever."""
-    name = kernel.entry.rpartition("/")[2].removesuffix(".cu") if isinstance(kernel, KernelPlan) else kernel.name
+    name = Path(kernel.entry).stem
     stationary = "q" if dict(kernel.constants).get("SKL_ROWS_ARE_QUERIES") else "k"
     side = kernel.task.side if name == "fused_sm90" and isinstance(kernel, KernelPlan) else None
     said = []
@@ -85,7 +85,7 @@ def loaded(kernel: KernelPlan | IndexerKernel) -> str:
     return "".join(said)
 
 
-def registers_fit(kernel: KernelPlan | IndexerKernel) -> bool:
+def registers_fit(kernel: KernelText) -> bool:
     """Whether warpgroups divide among them what a launch gives to each thread, the producer with the least."""
     told = {name: int(x) for name, x in kernel.constants if name.endswith("_REGISTERS") or name == "SKL_MIN_BLOCKS"}
     blocks = told.pop("SKL_MIN_BLOCKS", 1)
@@ -128,12 +128,11 @@ def test_what_plans_promise_is_what_kernels_assert(arch: str, rng: np.random.Gen
     chosen: dict[object, catalogue.Entry] = {}
     for i in rng.permutation(len(listed)):
         kernel = listed[i].kernel
-        planned = isinstance(kernel, KernelPlan)
-        kind = (kernel.entry, kernel.tile, kernel.boxes) if planned else (kernel.name, kernel.smem_bytes)
-        chosen.setdefault(kind, listed[i])
-    texts = [(x, x.kernel.text + loaded(getattr(x.kernel, "kernel", x.kernel))) for x in chosen.values()]
+        tile = kernel.tile if isinstance(kernel, KernelPlan) else kernel.smem_bytes
+        chosen.setdefault((kernel.entry, tile, kernel.boxes), listed[i])
+    texts = [(x, x.kernel.text + loaded(x.kernel)) for x in chosen.values()]
     for entry in listed:
-        assert registers_fit(getattr(entry.kernel, "kernel", entry.kernel)), entry
+        assert registers_fit(entry.kernel), entry
     wrong = [f"{entry.label} [{entry.kernel}]: {x}" for entry, text in texts for x in errors(text)]
     assert not wrong, f"{rules}: {len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
 
