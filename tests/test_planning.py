@@ -454,6 +454,21 @@ def test_one_mask_with_holes_leaves_registers_for_one_pass() -> None:
     assert "registers hold one mask with holes" in str(plan(mask=MaskSpec(("keys", "blocks"), (), pattern)))
 
 
+def test_tiles_are_kept_from_where_they_spill() -> None:
+    """By mask and by architecture, as compiles have shown."""
+    half, single = (next(x for x in catalogue.ELEMENT_TYPES if x.teacher == name) for name in ("bfloat16", "float32"))
+
+    def tiles(arch: str, dim: int, types: catalogue.ElementTypes, mask: str) -> dict[str, Any]:
+        plan = make_plan(catalogue.problem((dim, dim), types, mask), facts_for_arch(arch))
+        return {name: kernel.tile for name, kernel in plan.gradients}
+
+    plain, picked = (tiles("sm_80", 128, half, mask)["teacher_q"] for mask in ("none", "query_mask"))
+    assert plain == replace(picked, unroll=4, max_mask=0, reason=plain.reason)
+    for dim, arch, columns in ((96, "sm_90", 32), (96, "sm_100", 32), (128, "sm_90", 32), (128, "sm_100", 16)):
+        found = tiles(arch, dim, single, "padding")
+        assert {(tile.rows, tile.columns) for tile in found.values()} == {(128, columns)}
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_plans_count_in_words(arch: str) -> None:
     """One of a thing is not several, whatever is counted."""

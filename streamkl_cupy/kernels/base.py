@@ -163,7 +163,9 @@ class Work:
         """The same of a mask and of dots that are turned, which take as many as any mask; addresses of a side that is
         given take as many as an interval, and beside one all there are."""
         beside = (1, 3, 3, 3) if self.given else (0, 1, 2, 3)
-        return 3 if self.turned else beside[self.mask_level]
+        # Which of the stationary rows are there is no matter of the loop, and yet the least of tables spills beside it.
+        picked = not self.rows_are_keys and any(part.picks_queries for part in parts_of(self.problem.mask))
+        return 3 if self.turned else max(beside[self.mask_level], int(picked))
 
     @property
     def given(self) -> bool:
