@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 # Before NumPy is imported. These products are small: several BLAS threads spend their time waiting for each other, and
 # on busy cores they make a run several times longer.
@@ -39,6 +39,7 @@ from streamkl_cupy.testing.problems import Case
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 Array = NDArray[Any]
+T = TypeVar("T")
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
@@ -80,6 +81,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=gpu_missing()))
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
+    long = [item for item in items if "long" in item.keywords]
+    others = [item for item in items if "long" not in item.keywords]
+    items[:] = dealt(long, others, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def dealt(long: list[T], others: list[T], processes: int) -> list[T]:
+    """One list of which each process has a piece, as xdist cuts it: the long ones are dealt out in turns, and first.
+
+    A process that is done takes of the end of another's piece, so that what is left at the end is short.
+    """
+    found: list[T] = []
+    left = len(long) + len(others)
+    for i in range(processes):
+        mine = long[i::processes]
+        more = max(left // (processes - i) - len(mine), 0)
+        found += mine + others[:more]
+        others, left = others[more:], left - len(mine) - len(others[:more])
+    return found
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

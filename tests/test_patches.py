@@ -20,6 +20,7 @@ def test_there_are_patches() -> None:
     assert named == {path.name for path in PATCHES}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda path: path.stem)
 def test_a_patch_is_all_that_it_takes(patch: Path, tmp_path: Path) -> None:
     git = shutil.which("git")

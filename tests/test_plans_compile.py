@@ -88,7 +88,8 @@ def one_of_alike(hard: list[catalogue.Entry], rng: np.random.Generator) -> list[
     return list(found.values())
 
 
-@pytest.mark.parametrize("arch", catalogue.ARCHS)
+@pytest.mark.long
+@pytest.mark.parametrize("arch", sorted(catalogue.ARCHS, key="sm_90".__ne__))  # by how many kernels there are
 def test_the_usual_rules(arch: str, rng: np.random.Generator) -> None:
     """What masks, element types and head dims take of registers is seen with these."""
     listed, refused = catalogue.entries(arch, masks=catalogue.MASK_CASES)
