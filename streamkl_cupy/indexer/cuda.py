@@ -23,6 +23,10 @@ from ..kernels import (
     indexer_join,
     indexer_pack,
     indexer_rows,
+    indexer_scan,
+    indexer_sum,
+    indexer_tiles,
+    indexer_units,
 )
 from ..kernels.base import Box, KernelText
 from ..kernels.gpus import device_facts
@@ -166,7 +170,7 @@ class _Call:
             self._run(score, self.plan.score_grid("rows", len(tiles), self.cut.splits), here)
         args |= _tensor("out_value", out.kl, p, "BGM") | _tensor("out_mass", out.target_sum, p, "BGM")
         args |= _tensor("out_lse", out.index_lse, p, "BGM")
-        self._run(self.plan.join, (indexer_join.blocks(p["M"], cut), p["B"] * p.groups), args)
+        self._run(self.plan.join, indexer_join.grid(p["M"], p["B"] * p.groups, cut), args)
         return self.commands
 
     def _make_lse(
@@ -178,7 +182,7 @@ class _Call:
             here = more | self._bits(rows, room, tiles)
             self._run(self.plan.score("lse").text, self.plan.score_grid("lse", len(tiles), splits), here)
         if splits > 1:
-            self._run(self.plan.lse_join, (indexer_join.blocks(p["M"], self.plan.lse_cut), heads), more)
+            self._run(self.plan.lse_join, indexer_join.grid(p["M"], heads, self.plan.lse_cut), more)
 
     def _tiles(self, step: int) -> Iterator[range]:
         """Row tiles, some at a time."""
@@ -242,37 +246,32 @@ class _Call:
     ) -> None:
         """Strip by strip: the gradients of logits, then the kernels that compute scores again and multiply by them."""
         p, n = self.problem, self.sizes
-        query = plan.query if plan.by_query(plan.wrt) else None
-        key = plan.key if "index_k" in plan.wrt else None
         self._clear(room["broken"])
-        self._run(plan.scan, (4 * self.facts.multiprocessors, 1), args)
+        self._run(plan.scan, indexer_scan.grid(self.facts), args)
         for strip in plan.strips:
             here = self._of_strip(strip, args, rows, room)
             self._run(plan.score("strip").text, plan.score_grid("strip", strip.tiles, strip.splits), here)
-            if query is not None:
-                self._run(query, (strip.tiles, p["B"] * n["I"]), here)
-            if key is not None:
-                self._run(key, (strip.keys // GRID, p["B"] * n["J"], plan.shares), here)
-        if key is not None:
-            last = plan.key_sum
+            if plan.by_query(plan.wrt):
+                self._run(plan.query.text, plan.query.kernel.grid(plan.strip_cut(strip)), here)
+            if "index_k" in plan.wrt:
+                self._run(plan.key.text, plan.key.kernel.grid(plan.strip_cut(strip)), here)
+        if "index_k" in plan.wrt:
             if self.cut.grid_tiles == 0:
                 self._clear(room["key_sums"])
-            self._run(last, (-(-p["N"] * n["D"] // last.threads), p["B"] * n["J"]), args)
+            self._run(plan.key_sum, indexer_sum.grid(p["N"] * n["D"], p["B"] * n["J"]), args)
 
     def _gated_strips(
         self, plan: IndexerPlan, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, Place]
     ) -> None:
         """Strip by strip: the gradients of logits and all gates, then the kernels that multiply by them."""
-        p, n = self.problem, self.sizes
-        query = plan.query if plan.by_query(plan.wrt) else None
-        key = plan.key if "index_k" in plan.wrt else None
-        if query is not None:
-            self._run(plan.tiles(weighted=False), (-(-p["N"] // GRID), p["B"] * n["J"]), args)
+        batch, n = self.problem["B"], self.sizes
+        by_query, by_key = plan.by_query(plan.wrt), "index_k" in plan.wrt
+        if by_query:
+            self._run(plan.tiles(weighted=False), indexer_tiles.grid(-(-n["N"] // GRID), batch * n["J"]), args)
             self._clear(room["kept_flags"])
-        if key is not None:
+        if by_key:
             self._clear(room["key_sums"])
         args |= {"kept_sums": room["partials"].at}
-        weighted = plan.tiles(weighted=True)
         for number, strip in enumerate(plan.strips):
             blocks = strip.keys // indexer_gated_key_sm90.KEY_BLOCK
             more: dict[str, Value] = {"strip_number": number, "key_blocks": blocks, "head_blocks": plan.head_blocks}
@@ -281,20 +280,19 @@ class _Call:
                 more[name] = address
                 address += size
             here = self._of_strip(strip, args | more, rows, room)
-            self._run(plan.units, (3,), here)
+            self._run(plan.units, indexer_units.BLOCKS, here)
             self._run(plan.score("strip").text, plan.score_grid("strip", strip.tiles, strip.splits), here)
-            if query is not None:
-                self._run(query, (plan.shares,), here)
-            if key is not None:
-                self._run(weighted, (strip.tiles, p["B"] * n["I"]), here)
-                self._run(key, (plan.shares,), here)
-                parts = indexer_gated_key_sm90.KEY_BLOCK // indexer_gated_join.PART_KEYS
-                self._run(plan.key_sum, (p["B"] * n["J"] * blocks, parts), here)
+            if by_query:
+                self._run(plan.query.text, plan.query.kernel.grid(plan.strip_cut(strip)), here)
+            if by_key:
+                self._run(plan.tiles(weighted=True), indexer_tiles.grid(strip.tiles, batch * n["I"]), here)
+                self._run(plan.key.text, plan.key.kernel.grid(plan.strip_cut(strip)), here)
+                self._run(plan.key_sum, indexer_gated_join.grid(batch * n["J"] * blocks), here)
 
     def _rows(self, room: Mapping[str, Place]) -> tuple[dict[str, Value], dict[str, Value]]:
         """Find which keys rows see; what all score kernels read, and what the kernel of bits does."""
         fields = self._row_fields(room)
-        self._run(indexer_rows.plan(self.facts), (self.cut.grid_tiles, self.problem["B"]), fields)
+        self._run(indexer_rows.plan(self.facts), indexer_rows.grid(self.cut.grid_tiles, self.problem["B"]), fields)
         return self._score_fields(room), fields
 
     def _row_fields(self, room: Mapping[str, Place]) -> dict[str, Value]:
@@ -395,9 +393,8 @@ class _Call:
         plan, p, words = self.plan, self.problem, self.plan.words
         chosen = "topk_indices" in self.views
         first, count = (tiles.start * GRID, min(tiles.stop * GRID, p["M"]) - tiles.start * GRID) if chosen else (0, 1)
-        bits = indexer_bits.plan(self.facts)
-        grid = -(-plan.bit_groups * count // (bits.threads // 32)), p["B"]
-        self._run(bits, grid, rows | {"first_row": first, "bit_rows": count})
+        grid = indexer_bits.grid(plan.bit_groups * count, p["B"])
+        self._run(indexer_bits.plan(self.facts), grid, rows | {"first_row": first, "bit_rows": count})
         return where | {
             # Kernels count rows from the first of the call.
             "bits": (room["bits"].at - 4 * words * first) % 2**64,
@@ -409,11 +406,10 @@ class _Call:
     def _pack(self, room: Mapping[str, Place], lse: ArrayView | None, saved: Mapping[str, ArrayView]) -> None:
         p, n = self.problem, self.sizes
         row_stats = room["row_stats"].at if saved else 0
-        pack = indexer_pack.plan(self.shape, self.facts)
         vectors = p["B"] * ((n["H"] if lse is not None else 0) + n["I"] + (p.groups if saved else 0))
         self._run(
-            pack,
-            (-(-p["M"] // pack.threads), vectors),
+            indexer_pack.plan(self.shape, self.facts),
+            indexer_pack.grid(p["M"], vectors),
             {
                 **_tensor("teacher_lse", lse, p, "BHM"),
                 **_tensor("in_weights", self.views.get("index_weights"), p, "BIM"),

@@ -29,7 +29,7 @@ from ..kernels import (
 )
 from ..kernels.base import Candidate, KernelText
 from ..kernels.gpus import GPUS, DeviceFacts
-from ..kernels.indexer import GRID, OPERANDS, Ending, IndexerShape, IndexerWork, RowCut
+from ..kernels.indexer import GRID, OPERANDS, Ending, Grid, IndexerShape, IndexerWork, RowCut, StripCut
 from ..kernels.structs import INDEXER_LINE, INDEXER_ROW_REGIONS, Regions, indexer_gradients, indexer_strip
 from ..kernels.tensor_maps import no_map
 from ..ops import INDEXER_KL
@@ -191,11 +191,11 @@ class IndexerPlan:
             found = self._scores[ending] = self.chosen("indexer_score", work)
         return found
 
-    def score_grid(self, ending: Ending, tiles: int, splits: int) -> tuple[int, int]:
+    def score_grid(self, ending: Ending, tiles: int, splits: int) -> Grid:
         """Blocks of a launch over so many row tiles."""
         kernel, work, *_ = self.score(ending)
         entries = self.problem["B"] * (self.sizes["H"] if ending == "lse" else self.problem.groups)
-        grid: tuple[int, int] = kernel.grid(work, tiles, splits, entries, self.facts)
+        grid: Grid = kernel.grid(work, tiles, splits, entries, self.facts)
         return grid
 
     @cached_property
@@ -223,9 +223,9 @@ class IndexerPlan:
         return self.shape._replace(tiled=not self.no_gates)
 
     @cached_property
-    def query(self) -> KernelText:
+    def query(self) -> Chosen:
         """The kernel of the gradients to queries and weights."""
-        return self.chosen("indexer_query", self.work(self.strip_shape)).text
+        return self.chosen("indexer_query", self.work(self.strip_shape))
 
     @property
     def block_heads(self) -> int:
@@ -238,9 +238,14 @@ class IndexerPlan:
         return -(-(self.sizes["I"] // self.problem.groups) // self.block_heads)
 
     @cached_property
-    def key(self) -> KernelText:
+    def key(self) -> Chosen:
         """The kernel of the gradient to keys."""
-        return self.chosen("indexer_key", self.work(self.strip_shape)).text
+        return self.chosen("indexer_key", self.work(self.strip_shape))
+
+    def strip_cut(self, strip: Strip) -> StripCut:
+        """What the kernels of gradients have of a strip."""
+        n = self.sizes
+        return StripCut(strip.tiles, n["B"] * n["I"], strip.keys // GRID, n["B"] * n["J"], self.shares)
 
     @cached_property
     def strips(self) -> tuple[Strip, ...]:
@@ -307,8 +312,8 @@ class IndexerPlan:
         """All kernels of the gradients `wrt`."""
         if not self.wrt:
             return ()
-        query = [self.query] if self.by_query(self.wrt) else []
-        key = [self.key, self.key_sum] if "index_k" in self.wrt else []
+        query = [self.query.text] if self.by_query(self.wrt) else []
+        key = [self.key.text, self.key_sum] if "index_k" in self.wrt else []
         if self.no_gates:
             before = [self.scan]
         else:

@@ -91,6 +91,19 @@ class RowCut(NamedTuple):
     """Row tiles that have their shares in common."""
 
 
+class StripCut(NamedTuple):
+    """What there is of a strip for kernels of gradients."""
+
+    row_tiles: int
+    query_heads: int
+    """Of the student, of all batch entries."""
+    key_tiles: int
+    key_heads: int
+    shares: int
+    """Blocks over which work goes."""
+
+
+Grid = tuple[int, ...]
 Tile = TypeVar("Tile")
 
 
@@ -162,7 +175,7 @@ class Scores(IndexerKernel[Tile]):
         """What a forward leaves of each row, where the keys of a row tile go over so many blocks."""
         return RowCut(splits)
 
-    def grid(self, work: IndexerWork, tiles: int, splits: int, entries: int, facts: DeviceFacts) -> tuple[int, int]:
+    def grid(self, work: IndexerWork, tiles: int, splits: int, entries: int, facts: DeviceFacts) -> Grid:
         """Blocks of a launch over so many row tiles of so many entries."""
         return tiles * splits, entries
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .gpus import DeviceFacts
-from .indexer import HopperIndexerKernel, IndexerWork
+from .indexer import Grid, HopperIndexerKernel, IndexerWork, StripCut
 from .indexer_gradient import uneven
 from .indexer_score_sm90 import KERNEL as SCORES
 
@@ -39,6 +39,10 @@ class Gated(HopperIndexerKernel[Tile]):
         if SCORES.refuses(work._replace(ending="strip"), facts):
             return "the scores are the portable kernel's"
         return "" if shape.tiled else "the strip is not in tiles"
+
+    def grid(self, strip: StripCut) -> Grid:
+        """Blocks of a launch over a strip: each has as much of the work as the others."""
+        return (strip.shares,)
 
     def stages(self, beside: int, stage: int, facts: DeviceFacts) -> Tile:
         """As many as there is memory for, where so many bytes are taken."""

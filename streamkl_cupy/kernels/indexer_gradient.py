@@ -11,10 +11,12 @@ from .indexer import (
     GRID,
     OPERANDS,
     UNEVEN,
+    Grid,
     HopperIndexerKernel,
     IndexerKernel,
     IndexerShape,
     IndexerWork,
+    StripCut,
     pitch,
     tile_constants,
 )
@@ -41,6 +43,26 @@ class Gradient(IndexerKernel[Tile]):
     def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
         *cut, smem_bytes = tile
         return self.kernel(work.shape, facts, tile_constants(*cut), smem_bytes)
+
+
+class OfQueries(Gradient):
+    """One whose queries stay, while keys are streamed."""
+
+    kind = "indexer_query"
+
+    def grid(self, strip: StripCut) -> Grid:
+        """Blocks of a launch over a strip."""
+        return strip.row_tiles, strip.query_heads
+
+
+class OfKeys(Gradient):
+    """One whose keys stay, while queries are streamed."""
+
+    kind = "indexer_key"
+
+    def grid(self, strip: StripCut) -> Grid:
+        """Blocks of a launch over a strip."""
+        return strip.key_tiles, strip.key_heads, strip.shares
 
 
 class HopperGradient(HopperIndexerKernel[Tile], Gradient):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import GRID, RowCut, beside
+from .indexer import GRID, Grid, RowCut, beside
 
 THREADS = 128
 PARTS = 8
@@ -28,6 +28,6 @@ def parts(cut: RowCut) -> int:
     return PARTS if cut.share_keys else 1
 
 
-def blocks(rows: int, cut: RowCut) -> int:
-    """For so many rows."""
-    return -(-rows // (THREADS // parts(cut)))
+def grid(rows: int, entries: int, cut: RowCut) -> Grid:
+    """Blocks for so many rows of so many entries."""
+    return -(-rows // (THREADS // parts(cut))), entries

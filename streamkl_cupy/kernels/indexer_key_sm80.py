@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from .gpus import DeviceFacts
 from .indexer import GRID, IndexerWork, pitch, too_large
-from .indexer_gradient import Gradient, Tile, columns_of, portable
+from .indexer_gradient import OfKeys, Tile, columns_of, portable
 
 STAGES = 2
 
 
-class KeySm80(Gradient):
+class KeySm80(OfKeys):
     """Any element type, strides and head dims."""
-
-    kind = "indexer_key"
 
     def choice(self, work: IndexerWork, facts: DeviceFacts) -> tuple[Tile | None, str]:
         """The largest tile that fits."""

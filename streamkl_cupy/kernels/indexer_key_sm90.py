@@ -6,17 +6,15 @@ each, and 1,024.
 
 from __future__ import annotations
 
-from .indexer_gradient import STAGES, HopperGradient
+from .indexer_gradient import STAGES, HopperGradient, OfKeys
 from .sm90 import ALIGNMENT
 
 WEIGHTS = 1024
 """Bytes of those of a tile, which what follows begins behind on a line of the swizzle."""
 
 
-class KeySm90(HopperGradient):
-    """Keys stay, queries are streamed."""
-
-    kind = "indexer_key"
+class KeySm90(HopperGradient, OfKeys):
+    """16-bit elements."""
 
     def smem_bytes(self, rows: int, strip: int) -> int:
         return ALIGNMENT + rows + STAGES * (rows + WEIGHTS + strip)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from .gpus import DeviceFacts
 from .indexer import GRID, IndexerWork, pitch, too_large
-from .indexer_gradient import Gradient, Tile, columns_of, portable
+from .indexer_gradient import OfQueries, Tile, columns_of, portable
 
 
-class QuerySm80(Gradient):
+class QuerySm80(OfQueries):
     """Any element type, strides and head dims."""
-
-    kind = "indexer_query"
 
     def choice(self, work: IndexerWork, facts: DeviceFacts) -> tuple[Tile | None, str]:
         """The largest tile that fits."""

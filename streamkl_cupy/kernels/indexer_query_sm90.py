@@ -5,14 +5,12 @@ Bytes: 64 * 128 * chunks for the queries, and for each stage as much for the key
 
 from __future__ import annotations
 
-from .indexer_gradient import STAGES, HopperGradient
+from .indexer_gradient import STAGES, HopperGradient, OfQueries
 from .sm90 import ALIGNMENT
 
 
-class QuerySm90(HopperGradient):
-    """Queries stay, keys are streamed."""
-
-    kind = "indexer_query"
+class QuerySm90(HopperGradient, OfQueries):
+    """16-bit elements."""
 
     def smem_bytes(self, rows: int, strip: int) -> int:
         return ALIGNMENT + rows + STAGES * (rows + strip)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import IndexerShape, beside
+from .indexer import Grid, IndexerShape, beside
 
 THREADS = 256
 
@@ -12,3 +12,8 @@ THREADS = 256
 def plan(shape: IndexerShape, facts: DeviceFacts) -> KernelText:
     """A warp to a row."""
     return beside("indexer_scan", facts, THREADS, {}, shape=shape)
+
+
+def grid(facts: DeviceFacts) -> Grid:
+    """As many blocks as run at a time."""
+    return (4 * facts.multiprocessors,)

@@ -20,6 +20,7 @@ from .indexer import (
     OPERANDS,
     WARPS,
     Ending,
+    Grid,
     HopperIndexerKernel,
     IndexerWork,
     RowCut,
@@ -115,7 +116,7 @@ class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         share = COLUMNS * max(-(-2 * tiles // MOST_STATES), 1)
         return RowCut(2 * -(-work.keys // share), share, _TABLE[work.several_keys].cluster)
 
-    def grid(self, work: IndexerWork, tiles: int, splits: int, entries: int, facts: DeviceFacts) -> tuple[int, int]:
+    def grid(self, work: IndexerWork, tiles: int, splits: int, entries: int, facts: DeviceFacts) -> Grid:
         cut = self.row_cut(work, splits)
         together = cut.tiles
         # Tiles of a launch may begin or end in the midst of those of a cluster.

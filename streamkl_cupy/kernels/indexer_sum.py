@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import IndexerShape, beside
+from .indexer import Grid, IndexerShape, beside
 
 THREADS = 256
 
@@ -12,3 +12,8 @@ THREADS = 256
 def plan(shape: IndexerShape, facts: DeviceFacts) -> KernelText:
     """A thread to an element."""
     return beside("indexer_sum", facts, THREADS, {}, shape=shape)
+
+
+def grid(elements: int, entries: int) -> Grid:
+    """Blocks for so many elements of so many heads of keys."""
+    return -(-elements // THREADS), entries

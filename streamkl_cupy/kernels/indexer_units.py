@@ -1,12 +1,13 @@
-"""How the work of a strip is numbered: `kernels/indexer_units.cu`, a block for each gradient."""
+"""How the work of a strip is numbered: `kernels/indexer_units.cu`, a block for each gradient, one for the strip's tiles."""
 
 from __future__ import annotations
 
 from .base import KernelText
 from .gpus import DeviceFacts
-from .indexer import GRID, beside, tile_constants
+from .indexer import GRID, Grid, beside, tile_constants
 
 THREADS = 256
+BLOCKS: Grid = (3,)
 
 
 def plan(facts: DeviceFacts) -> KernelText:

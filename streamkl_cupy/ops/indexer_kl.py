@@ -74,7 +74,7 @@ OP = Op(
     ),
     fused=(),
     max_gradient_dim=MAX_INDEX_DIM,
-    rules=(),
+    rules=("score",),
     one_batch=False,
 )
 
