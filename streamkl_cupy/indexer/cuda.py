@@ -267,7 +267,7 @@ class _Call:
         batch, n = self.problem["B"], self.sizes
         by_query, by_key = plan.by_query(plan.wrt), "index_k" in plan.wrt
         if by_query:
-            self._run(plan.tiles(weighted=False), indexer_tiles.grid(-(-n["N"] // GRID), batch * n["J"]), args)
+            self._run(plan.key_tiling, indexer_tiles.grid(-(-n["N"] // GRID), batch * n["J"]), args)
             self._clear(room["kept_flags"])
         if by_key:
             self._clear(room["key_sums"])
@@ -285,14 +285,14 @@ class _Call:
             if by_query:
                 self._run(plan.query.text, plan.query.kernel.grid(plan.strip_cut(strip)), here)
             if by_key:
-                self._run(plan.tiles(weighted=True), indexer_tiles.grid(strip.tiles, batch * n["I"]), here)
+                self._run(plan.query_tiling, indexer_tiles.grid(strip.tiles, batch * n["I"]), here)
                 self._run(plan.key.text, plan.key.kernel.grid(plan.strip_cut(strip)), here)
                 self._run(plan.key_sum, indexer_gated_join.grid(batch * n["J"] * blocks), here)
 
     def _rows(self, room: Mapping[str, Place]) -> tuple[dict[str, Value], dict[str, Value]]:
         """Find which keys rows see; what all score kernels read, and what the kernel of bits does."""
         fields = self._row_fields(room)
-        self._run(indexer_rows.plan(self.facts), indexer_rows.grid(self.cut.grid_tiles, self.problem["B"]), fields)
+        self._run(self.plan.rows, indexer_rows.grid(self.cut.grid_tiles, self.problem["B"]), fields)
         return self._score_fields(room), fields
 
     def _row_fields(self, room: Mapping[str, Place]) -> dict[str, Value]:
@@ -394,7 +394,7 @@ class _Call:
         chosen = "topk_indices" in self.views
         first, count = (tiles.start * GRID, min(tiles.stop * GRID, p["M"]) - tiles.start * GRID) if chosen else (0, 1)
         grid = indexer_bits.grid(plan.bit_groups * count, p["B"])
-        self._run(indexer_bits.plan(self.facts), grid, rows | {"first_row": first, "bit_rows": count})
+        self._run(plan.bits, grid, rows | {"first_row": first, "bit_rows": count})
         return where | {
             # Kernels count rows from the first of the call.
             "bits": (room["bits"].at - 4 * words * first) % 2**64,
@@ -408,7 +408,7 @@ class _Call:
         row_stats = room["row_stats"].at if saved else 0
         vectors = p["B"] * ((n["H"] if lse is not None else 0) + n["I"] + (p.groups if saved else 0))
         self._run(
-            indexer_pack.plan(self.shape, self.facts),
+            self.plan.pack,
             indexer_pack.grid(p["M"], vectors),
             {
                 **_tensor("teacher_lse", lse, p, "BHM"),

@@ -205,7 +205,7 @@ class IndexerPlan:
         cut: RowCut = kernel.row_cut(work, self.cut.splits)
         return cut
 
-    @property
+    @cached_property
     def lse_cut(self) -> RowCut:
         """The same of the teacher's log-sum-exps."""
         return RowCut(self.cut.lse_splits)
@@ -217,7 +217,7 @@ class IndexerPlan:
             return "there is nothing to keep"
         return why_no_gates(self.shape, self.facts)
 
-    @property
+    @cached_property
     def strip_shape(self) -> IndexerShape:
         """What the kernels of a backward are compiled for."""
         return self.shape._replace(tiled=not self.no_gates)
@@ -227,12 +227,12 @@ class IndexerPlan:
         """The kernel of the gradients to queries and weights."""
         return self.chosen("indexer_query", self.work(self.strip_shape))
 
-    @property
+    @cached_property
     def block_heads(self) -> int:
         """Heads of a group that a block of that kernel has, where gates are kept."""
         return indexer_gated_query_sm90.heads_of(self.sizes["I"] // self.problem.groups)
 
-    @property
+    @cached_property
     def head_blocks(self) -> int:
         """Blocks over which they go."""
         return -(-(self.sizes["I"] // self.problem.groups) // self.block_heads)
@@ -277,37 +277,51 @@ class IndexerPlan:
 
         return tuple(Strip(*strip, splits(strip[1])) for strip in found)
 
-    @property
+    @cached_property
     def shares(self) -> int:
         """Blocks over which the work of a gradient goes; without gates, the rows of a key tile."""
         return self.cut.shares if self.no_gates else self.facts.multiprocessors
 
-    @property
-    def rows(self) -> tuple[KernelText, ...]:
-        """What finds out which keys rows see, and packs what is read of rows."""
-        bits = (indexer_bits.plan(self.facts),) if self.shape.bits else ()
-        return (indexer_rows.plan(self.facts), *bits, indexer_pack.plan(self.shape, self.facts))
+    @cached_property
+    def rows(self) -> KernelText:
+        """What finds out which keys rows see."""
+        return indexer_rows.plan(self.facts)
+
+    @cached_property
+    def bits(self) -> KernelText:
+        """What makes bits of those, where rows see keys by bits."""
+        return indexer_bits.plan(self.facts)
+
+    @cached_property
+    def pack(self) -> KernelText:
+        """What packs what is read of rows."""
+        return indexer_pack.plan(self.shape, self.facts)
 
     @property
+    def before(self) -> tuple[KernelText, ...]:
+        """What every request runs first."""
+        return (self.rows, *((self.bits,) if self.shape.bits else ()), self.pack)
+
+    @cached_property
     def join(self) -> KernelText:
         """What joins the states of rows."""
         return indexer_join.plan(self.row_cut, self.facts)
 
-    @property
+    @cached_property
     def lse_join(self) -> KernelText:
         """The same of the teacher's log-sum-exps."""
         return indexer_join.plan(self.lse_cut, self.facts, lse=True)
 
-    @property
+    @cached_property
     def forward(self) -> tuple[KernelText, ...]:
         """All kernels of a forward, or of a target."""
         join = (self.lse_join,) if self.cut.lse_splits > 1 else ()
         lse = (self.score("lse").text, *join) if self.makes_lse else ()
         if self.problem.operation.rows == ("target",):
-            return (*self.rows, *lse, self.score("target").text)
-        return (*self.rows, *lse, self.score("rows").text, self.join)
+            return (*self.before, *lse, self.score("target").text)
+        return (*self.before, *lse, self.score("rows").text, self.join)
 
-    @property
+    @cached_property
     def backward(self) -> tuple[KernelText, ...]:
         """All kernels of the gradients `wrt`."""
         if not self.wrt:
@@ -317,24 +331,30 @@ class IndexerPlan:
         if self.no_gates:
             before = [self.scan]
         else:
-            before = [self.units, *([self.tiles(False)] if query else []), *([self.tiles(True)] if key else [])]
-        return (*self.rows, *before, self.score("strip").text, *query, *key)
+            before = [self.units, *([self.key_tiling] if query else []), *([self.query_tiling] if key else [])]
+        return (*self.before, *before, self.score("strip").text, *query, *key)
 
-    @property
+    @cached_property
     def scan(self) -> KernelText:
         """What looks whether operands are finite, where gates are not kept."""
         return indexer_scan.plan(self.shape, self.facts)
 
-    @property
+    @cached_property
     def units(self) -> KernelText:
         """What numbers the work of a strip."""
         return indexer_units.plan(self.facts)
 
-    def tiles(self, weighted: bool) -> KernelText:
-        """What tiles keys, or weighted queries."""
-        return indexer_tiles.plan(self.strip_shape, weighted, self.facts)
+    @cached_property
+    def key_tiling(self) -> KernelText:
+        """What makes tiles of keys."""
+        return indexer_tiles.plan(self.strip_shape, False, self.facts)
 
-    @property
+    @cached_property
+    def query_tiling(self) -> KernelText:
+        """What makes tiles of queries times their weights."""
+        return indexer_tiles.plan(self.strip_shape, True, self.facts)
+
+    @cached_property
     def key_sum(self) -> KernelText:
         """What adds up the sums of blocks that share keys."""
         if self.no_gates:
@@ -420,12 +440,12 @@ class IndexerPlan:
             **self.gradient_regions.only(names).sizes(counts),
         }
 
-    @property
+    @cached_property
     def strip_regions(self) -> Regions:
         """What score kernels leave for gradients."""
         return indexer_strip(self.sizes["D"], ITEMSIZE[self.shape.student])
 
-    @property
+    @cached_property
     def gradient_regions(self) -> Regions:
         """What gradients work in besides."""
         return indexer_gradients(self.sizes["D"])

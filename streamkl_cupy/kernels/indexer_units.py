@@ -1,4 +1,4 @@
-"""How the work of a strip is numbered: `kernels/indexer_units.cu`, a block for each gradient, one for the strip's tiles."""
+"""How the work of a strip is numbered: `kernels/indexer_units.cu`, a block for each gradient and one for the strip."""
 
 from __future__ import annotations
 
