@@ -19,7 +19,7 @@ from .frameworks.base import FRAMEWORKS, QUICK, Framework
 from .frameworks.cupy import cupy_module
 from .ops import OPS, Op, SavedSpec
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
-from .problem import Device, Problem
+from .problem import AnyProblem, Device, Problem
 from .rules.divergences import extra_rows
 from .rules.masks import every_row_sees
 
@@ -360,7 +360,7 @@ LIMIT = 1024
 # From what a call looks like to its checked form, and from the problem to its runner: calls that differ only in what
 # does not matter share one. Reads take no lock, because a single dictionary operation is safe in every thread.
 _checked: dict[Any, Checked] = {}
-_runners: dict[Problem, Runner] = {}
+_runners: dict[AnyProblem, Runner] = {}
 _building = ForkLock()
 _cuda_generation: int | None = None
 """`locks.generation` of the process that used CUDA first."""
@@ -539,7 +539,7 @@ def as_framework_says(like: ArrayView) -> bool:
     return framework is not None and framework.deterministic()
 
 
-def runner_for(problem: Problem) -> Runner:
+def runner_for(problem: AnyProblem) -> Runner:
     """The one Runner of a problem."""
     runner = _runners.get(problem)
     if runner is None:
@@ -549,7 +549,7 @@ def runner_for(problem: Problem) -> Runner:
     return runner
 
 
-def _remember(cache: dict[Any, Any], key: Any, value: Any, problem: Problem) -> None:
+def _remember(cache: dict[Any, Any], key: Any, value: Any, problem: AnyProblem) -> None:
     """Bounded, oldest out first: a program with ever new shapes must not grow for ever."""
     with _building():
         while len(cache) >= LIMIT:

@@ -254,7 +254,7 @@ def _target(placed: tuple[Any, ...], given: dict[str, Any]) -> Any:
 def _plan(placed: tuple[Any, ...], given: dict[str, Any], *, wrt: Any, arch: str | None) -> AnyPlan:
     asked, wrt = _asked(placed, given, wrt, None if arch is None else arrays.cuda(0))
     if asked.device.kind == "cpu":
-        found: AnyPlan = runner_for(asked).plan  # type: ignore[arg-type]
+        found: AnyPlan = runner_for(asked).plan
         return found
     facts = gpus.device_facts(asked.device.index) if arch is None else gpus.facts_for_arch(arch)
     return make_plan(asked, facts, wrt)
@@ -262,7 +262,7 @@ def _plan(placed: tuple[Any, ...], given: dict[str, Any], *, wrt: Any, arch: str
 
 def _warmup(placed: tuple[Any, ...], given: dict[str, Any], *, wrt: Any) -> None:
     asked, wrt = _asked(placed, given, wrt, None)
-    runner_for(asked).warmup(wrt)  # type: ignore[arg-type]
+    runner_for(asked).warmup(wrt)
 
 
 def _asked(
