@@ -258,7 +258,7 @@ class Problem(AnyProblem):
 
     def _callers_order(self, bhr: tuple[int, int, int]) -> tuple[int, ...]:
         sizes = dict(zip("BHM", bhr))
-        return tuple([sizes[axis] for axis in self.callers_axes("BHM")])
+        return tuple([sizes[axis] for axis in _kept_axes("BHM", self.layout, self.rank)])
 
 
 def callers_axes(axes: str, layout: str, rank: int) -> str:
@@ -272,6 +272,10 @@ def callers_axes(axes: str, layout: str, rank: int) -> str:
     if rank < 3:
         return axes[:at] + axes[at + 1 :]
     return axes[:at] + axes[at + 1 : at + 2] + axes[at] + axes[at + 2 :] if layout == "bnhd" else axes
+
+
+# Asked several times in every call; the function itself is traced too.
+_kept_axes = lru_cache(maxsize=16)(callers_axes)
 
 
 def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
