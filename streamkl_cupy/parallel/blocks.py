@@ -90,7 +90,9 @@ class Whole:
 
     def of_heads(self, first: int, last: int) -> Whole:
         """The same of some query heads."""
-        return replace(self, heads=(first, last))
+        found = replace(self, heads=(first, last))
+        found.__dict__["parts"] = self.parts
+        return found
 
     def read(self) -> Whole:
         """The same with the bounds of packed sequences in host memory, for which a GPU is waited for."""
