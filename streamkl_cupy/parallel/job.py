@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
@@ -175,10 +175,10 @@ class Job:
         """This rank's rows, its first run and the others: where they are in its shard, and their runs."""
         return _by_first(self.rows[self.ranks.rank])
 
-    def cut(self, x: Any, where: slice) -> Any:
-        """Some rows or keys of an array."""
-        axis = self.axes.rows
-        return x if where.stop - where.start == x.shape[axis] else self.library.cut(x, axis, where)
+    @cached_property
+    def cut(self) -> Callable[[Any, slice], Any]:
+        """(array, where) -> some rows or keys of it."""
+        return partial(self.library.cut, self.axes.rows)
 
     def arrays(self, inputs: Sequence[Any], call: Piece) -> tuple[Any, ...]:
         """The operands of a call."""

@@ -26,8 +26,9 @@ class Torch(Library):
     def made(self, x: Any, like: Any) -> Any:
         return self.xp.asarray(x, device=like.device)
 
-    def cut(self, x: Any, axis: int, where: slice) -> Any:
-        return x.narrow(axis, where.start, where.stop - where.start)
+    def cut(self, axis: int, x: Any, where: slice) -> Any:
+        size = where.stop - where.start
+        return x if size == x.shape[axis] else x.narrow(axis, where.start, size)
 
     def cast(self, x: Any, dtype: Any) -> Any:
         return x.to(self.dtypes.get(dtype, dtype))
