@@ -622,12 +622,12 @@ def outline(op: Op, given: tuple[Any, ...], device: Device | None = None) -> Inp
     framework = "stand-in"
     if views:
         like = next(iter(views.values()))
-        framework, place = like.framework, like.device
+        framework, own = like.framework, like.device
     else:
         gpu = None if device else frameworks.current_gpu()
-        place = arrays.CPU if gpu is None else arrays.cuda(gpu)
+        own = arrays.CPU if gpu is None else arrays.cuda(gpu)
     for name, x in zip(op.names, given, strict=True):
-        view = views.get(name) or frameworks.standin(name, x, place)._replace(framework=framework)
+        view = views.get(name) or frameworks.standin(name, x, own)._replace(framework=framework)
         views[name] = view if device is None else view._replace(device=device)
     return op.Inputs(**views)
 

@@ -349,20 +349,20 @@ class Runner(Launches):
         if masks is not None and request.launches:
             for packed, packer in zip(self.plan.mask_bits, request.bits):
                 yield from self._pack_bits(packed, packer, masks, workspace)
-            bits = {packed.array: workspace + packed.place for packed in self.plan.mask_bits}
+            bits = {packed.array: workspace + packed.offset for packed in self.plan.mask_bits}
             read = [(name, bits.get(name) or masks[name].ptr) for name in self._mask_arrays]
         for kernel, step in request.launches:
             if step.placed and not workspace:
                 raise ValueError("workspace: got none; these gradients need what backward_bytes says")
             fields = [(field, getattr(outputs, name).ptr) for field, name in step.outputs]
-            fields += [(field, workspace + place) for field, place in step.placed]
+            fields += [(field, workspace + offset) for field, offset in step.placed]
             if kernel.masked:
                 fields += read
             if step.cleared:
-                place, size = step.cleared
-                yield Command(self._runtime.memsetAsync, (workspace + place, 0, size))
+                offset, size = step.cleared
+                yield Command(self._runtime.memsetAsync, (workspace + offset, 0, size))
             given = [(field, rows[field]) for field in step.reads]
-            copies = tuple([workspace + place for _, place, _ in step.copies])
+            copies = tuple([workspace + offset for _, offset, _ in step.copies])
             yield from kernel.commands(addresses, fields, given, copies)
         for name in request.zeros:
             out = getattr(outputs, name)
@@ -394,7 +394,7 @@ class Runner(Launches):
         batch = mask.strides[0] if len(mask.strides) > 1 else 0
         fields = (
             ("bytes", mask.ptr),
-            ("words", workspace + packed.place),
+            ("words", workspace + packed.offset),
             ("batch", batch),
             ("column", mask.strides[-1]),
             ("count", mask.shape[-1]),

@@ -156,7 +156,7 @@ class Plan:
             if op.on((made.side,), tuple(wanted)):
                 steps.append(Step((made.kernel,), (), op.saved_fields, _placed(made.written, at)))
                 as_given = tuple(x for x in op.saved_fields if x not in dict(made.read))
-                copies = tuple((name, at + place, x) for name, place, x in made.copies)
+                copies = tuple((name, at + offset, x) for name, offset, x in made.copies)
                 read[made.side] = Step((), (), as_given, _placed(made.read, at), copies=copies)
             at += made.bytes
         all_as_given = Step((), (), op.saved_fields)
@@ -248,7 +248,7 @@ class Plan:
 
 
 def _placed(fields: tuple[tuple[str, int], ...], start: int) -> tuple[tuple[str, int], ...]:
-    return tuple((field, start + place) for field, place in fields)
+    return tuple((field, start + offset) for field, offset in fields)
 
 
 @lru_cache(maxsize=1024)

@@ -583,7 +583,7 @@ def test_host_cost() -> None:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor frameworks with processes of their own, which other tests start."""
     monkeypatch.setattr(doctor, "devices", lambda checks: [])
-    monkeypatch.setattr(doctor, "in_a_process", lambda name, places: [doctor.Check(f"{name} on cpu", "ok", "")])
+    monkeypatch.setattr(doctor, "in_a_process", lambda name, devices: [doctor.Check(f"{name} on cpu", "ok", "")])
 
 
 def test_doctor_without_a_gpu(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -746,7 +746,7 @@ def test_a_module_without_a_spec_is_looked_at(monkeypatch: pytest.MonkeyPatch) -
     for name in ("torch", "jax"):
         monkeypatch.setitem(sys.modules, name, argparse.Namespace(__spec__=None))  # type: ignore[arg-type]
     asked = []
-    monkeypatch.setattr(doctor, "in_a_process", lambda name, places: asked.append((name, places)) or [])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(doctor, "in_a_process", lambda name, devices: asked.append((name, devices)) or [])  # type: ignore[func-returns-value]
     doctor.computations(False, {})
     assert asked == [("torch", ["cpu"]), ("jax", ["cpu"])]
 

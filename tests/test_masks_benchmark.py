@@ -113,7 +113,7 @@ def test_flex_attention_gets_the_same_mask(
 
 def test_ratios(masks: ModuleType) -> None:
     def row(case: str, name: str, ms: float | None, tiles: float, base: str = "dense") -> Any:
-        made = masks.Row(64, "window", case, masks.OURS, name, base, 1, 1, 64, 16, "float32", tiles=tiles)
+        made = masks.Row("window", case, masks.OURS, name, base, 1, 1, 64, 16, "float32", size=64, tiles=tiles)
         made.ms_median = ms
         return made
 

@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ import numpy as np
 import streamkl_cupy as streamkl
 from streamkl_cupy import frameworks, patterns
 from streamkl_cupy.arrays import ITEMSIZE
-from streamkl_cupy.cli import bench, catalogue, environment, exit_code, report
+from streamkl_cupy.cli import bench, catalogue, environment, exit_code, report, timings
 from streamkl_cupy.cli.cases import home_of, numpy_type, to_float64, torch_missing
 from streamkl_cupy.cli.values import positive, results, seconds, whole
 from streamkl_cupy.errors import StreamKLError, install
@@ -175,27 +175,11 @@ class Case:
         return f"N={self.rows} {self.title}"
 
 
-@dataclass
-class Row:
-    """One line of the CSV; None is an empty cell. Times in milliseconds, sizes in bytes."""
+@dataclass(kw_only=True)
+class Row(timings.CaseRow):
+    """One line of the CSV."""
 
     size: int
-    group: str
-    case: str
-    peer: str
-    pass_: str
-    base: str
-    batch: int
-    heads: int
-    rows: int
-    dim: int
-    dtype: str
-    status: str = "ok"
-    note: str = ""
-    ms_p20: float | None = None
-    ms_median: float | None = None
-    ms_p80: float | None = None
-    samples: int | None = None
     density: float | None = None
     of_dense: float | None = None
     pairs: float | None = None
@@ -208,13 +192,8 @@ class Row:
     pattern_bytes: int | None = None
     input_bytes: int | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """By column name."""
-        return {key.rstrip("_"): value for key, value in asdict(self).items()}
 
-
-STAMP = ("card", "driver", "streamkl_cupy", "torch", "cupy", "date")
-FIELDS = (*(field.name.rstrip("_") for field in fields(Row)), *STAMP)
+FIELDS = timings.columns(Row, "size")
 
 
 def cases_of(group: str, size: int, heads: int, options: argparse.Namespace) -> list[Case]:
@@ -518,7 +497,7 @@ class Bench:
                 try:
                     kernels = kernels_of(plan_of(case, name), name)
                 except Exception as error:
-                    self.say(f"{case}, {name} has no plan: {brief(error)}")
+                    self.say(f"{case}, {name} has no plan: {timings.brief(error)}")
                     continue
                 for kernel in kernels:
                     text = kernel.entry, kernel.constants, kernel.slots, kernel.arch
@@ -541,10 +520,10 @@ class Bench:
             self._time(ready)
         except Exception as error:
             # What is beyond one variant, such as a GPU that answers no more.
-            self.say(f"N={size} {group} ended early: {brief(error)}")
+            self.say(f"N={size} {group} ended early: {timings.brief(error)}")
             for row in rows:
                 if row.status == "ok" and row.ms_median is None:
-                    row.status, row.note = "failed", f"the group ended early: {brief(error)}"
+                    row.status, row.note = "failed", f"the group ended early: {timings.brief(error)}"
         compare(rows)
         self.rows += rows
         self.write()
@@ -566,7 +545,17 @@ class Bench:
         made: dict[str, Ours | Flex] = {}
         for peer, name in contestants:
             row = Row(
-                size, group, case.title, peer, name, case.base, case.batch, case.heads, case.rows, case.dim, case.dtype
+                group,
+                case.title,
+                peer,
+                name,
+                case.base,
+                case.batch,
+                case.heads,
+                case.rows,
+                case.dim,
+                case.dtype,
+                size=size,
             )
             rows.append(row)
             if peer == FLEX and self.options.device == "cpu":
@@ -583,7 +572,7 @@ class Bench:
                     warnings.simplefilter("ignore")
                     wrong = contestant.verify(name, given[0])
             except Exception as error:
-                row.status, row.note = "failed", brief(error)
+                row.failed(error)
                 continue
             if wrong:
                 row.status, row.note = "wrong", f"{wrong} against float64"
@@ -610,33 +599,14 @@ class Bench:
             )
         for (row, variant), outcome in zip(ready, outcomes):
             self.samples[f"{row.group}: {variant.title}"] = [round(x, 6) for x in outcome.samples]
-            if outcome.error:
-                row.status, row.note = outcome.status, outcome.error
-                continue
-            if outcome.timing is not None:
-                row.ms_p20, row.ms_median, row.ms_p80, row.samples = outcome.timing
+            row.timed(outcome)
             if outcome.memory is not None:
                 row.peak_bytes, row.driver_bytes = outcome.memory
         self.say(f"{len(ready)} timed")
 
     def write(self) -> None:
         """CSV and JSON of all rows so far."""
-        stamp = {name: self.about.get(name) for name in STAMP}
-        records = [{**row.as_dict(), **stamp} for row in self.rows]
-        report.write_csv(self.base.with_name(f"{self.base.name}.csv"), FIELDS, [rounded(x) for x in records])
-        value = {"environment": self.about, "rows": [row.as_dict() for row in self.rows], "samples_ms": self.samples}
-        report.write_json(self.base.with_name(f"{self.base.name}.json"), value)
-
-
-def brief(error: Exception) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-
-
-def rounded(record: dict[str, Any]) -> dict[str, Any]:
-    """Six digits say all that a clock can."""
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in record.items()}
+        timings.write(self.base, FIELDS, self.rows, self.about, self.samples)
 
 
 def compare(rows: Sequence[Row]) -> None:

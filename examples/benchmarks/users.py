@@ -17,7 +17,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import numpy as np
 
 import streamkl_cupy as streamkl
 from streamkl_cupy import frameworks
-from streamkl_cupy.cli import bench, catalogue, exit_code, report
+from streamkl_cupy.cli import bench, catalogue, exit_code, report, timings
 from streamkl_cupy.cli.cases import torch_missing
 from streamkl_cupy.cli.values import positive, results, seconds, whole
 from streamkl_cupy.errors import StreamKLError, install
@@ -106,25 +106,9 @@ class Case:
 
 
 @dataclass
-class Row:
-    """One line of the CSV; None is an empty cell. Times in milliseconds, sizes in bytes."""
+class Row(timings.CaseRow):
+    """One line of the CSV."""
 
-    group: str
-    case: str
-    peer: str
-    pass_: str
-    base: str
-    batch: int
-    heads: int
-    rows: int
-    dim: int
-    dtype: str
-    status: str = "ok"
-    note: str = ""
-    ms_p20: float | None = None
-    ms_median: float | None = None
-    ms_p80: float | None = None
-    samples: int | None = None
     times: float | None = None
     tiles: float | None = None
     time_over_tiles: float | None = None
@@ -132,13 +116,8 @@ class Row:
     peak_bytes: int | None = None
     kernels: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """By column name."""
-        return {key.rstrip("_"): value for key, value in asdict(self).items()}
 
-
-STAMP = ("card", "driver", "streamkl_cupy", "torch", "cupy", "date")
-FIELDS = (*(x.name.rstrip("_") for x in fields(Row)), *STAMP)
+FIELDS = timings.columns(Row)
 
 
 def cases_of(group: str, heads: int, sizes: Sequence[int], dtype: str) -> Iterator[list[Case]]:
@@ -384,13 +363,13 @@ class Bench:
 
     def compile(self, cases: Sequence[Case]) -> None:
         """All kernels into the cache, a process per core."""
-        listed: dict[Any, catalogue.Entry] = {}
+        rows: dict[Any, catalogue.Entry] = {}
         for case in cases:
             for name in case.passes:
                 for kernel in kernels_of(plan_of(case, case.dtype), name):
-                    listed.setdefault(kernel.text, catalogue.Entry(f"{case} {kernel.name}", kernel))
-        with report.Progress(len(listed), "kernel") as bar:
-            for done in catalogue.build(list(listed.values()), store=True):
+                    rows.setdefault(kernel.text, catalogue.Entry(f"{case} {kernel.name}", kernel))
+        with report.Progress(len(rows), "kernel") as bar:
+            for done in catalogue.build(list(rows.values()), store=True):
                 kernel, tile = done.entry.kernel, done.entry.kernel.tile
                 size = f"{tile.rows}x{tile.columns}" if tile else ""
                 spills = f", {done.spill_bytes} B spilled" if done.spill_bytes else ""
@@ -411,7 +390,7 @@ class Bench:
                             warnings.simplefilter("ignore")
                             wrong = problem.verify(peer, name)
                     except Exception as error:
-                        rows[-1].status, rows[-1].note = "failed", brief(error)
+                        rows[-1].failed(error)
                         continue
                     if wrong:
                         rows[-1].status, rows[-1].note = "wrong", f"{wrong} against float64"
@@ -428,10 +407,7 @@ class Bench:
         )
         for (row, variant), outcome in zip(ready, outcomes):
             self.samples[variant.title] = [round(x, 6) for x in outcome.samples]
-            if outcome.error:
-                row.status, row.note = outcome.status, outcome.error
-            if outcome.timing is not None:
-                row.ms_p20, row.ms_median, row.ms_p80, row.samples = outcome.timing
+            row.timed(outcome)
             if outcome.memory is not None:
                 row.peak_bytes = outcome.memory.allocated
         compare(rows)
@@ -454,26 +430,10 @@ class Bench:
 
     def write(self) -> None:
         """CSV and JSON of all rows so far."""
-        base = self.options.base
-        stamp = {name: self.about.get(name) for name in STAMP}
-        records = [{**row.as_dict(), **stamp} for row in self.rows]
-        report.write_csv(base.with_name(f"{base.name}.csv"), FIELDS, [rounded(x) for x in records])
-        value = {"environment": self.about, "rows": [row.as_dict() for row in self.rows], "samples_ms": self.samples}
-        report.write_json(base.with_name(f"{base.name}.json"), value)
+        timings.write(self.options.base, FIELDS, self.rows, self.about, self.samples)
 
 
 SHAPE = ("batch", "heads", "rows", "dim", "dtype")
-
-
-def brief(error: Exception) -> str:
-    """An error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-
-
-def rounded(record: dict[str, Any]) -> dict[str, Any]:
-    """Six digits say all that a clock can."""
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in record.items()}
 
 
 def compare(rows: Sequence[Row]) -> None:

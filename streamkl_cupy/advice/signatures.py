@@ -223,15 +223,15 @@ def public(
             for p in signature.parameters.values()
             if p.kind is p.KEYWORD_ONLY and p.name not in shared
         }
-        places, known, name = len(arrays), frozenset(signature.parameters), function.__name__
+        count, known, name = len(arrays), frozenset(signature.parameters), function.__name__
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
             for option in options:
                 if option not in known:
                     raise TypeError(_unknown(op, name, option, known))
-            if len(args) != places:
-                if len(args) > places:
+            if len(args) != count:
+                if len(args) > count:
                     raise TypeError(_too_many(op, name, args, arrays, too_many))
                 for argument in needed[len(args) :]:
                     if argument not in options:

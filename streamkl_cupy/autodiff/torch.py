@@ -233,7 +233,7 @@ class _Way(NamedTuple):
     """Which results a caller gets of a step."""
 
     of: _Operators
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     """Among the results."""
     constants: tuple[int, ...]
     """Those of them that nothing differentiates."""
@@ -399,13 +399,13 @@ class _Operators:
 
     def way(self, names: tuple[str, ...], to_number: bool) -> _Way:
         """How these results come."""
-        places = tuple(map(self.op.results.index, names))
+        indices = tuple(map(self.op.results.index, names))
         self.ways[names, to_number] = way = _Way(
             self,
-            places,
-            tuple(i for i in places if i not in self.differentiable),
-            tuple(places.index(i) if i in places else None for i in self.differentiable),
-            to_number and places == (0,) and not self.op.vectors,
+            indices,
+            tuple(i for i in indices if i not in self.differentiable),
+            tuple(indices.index(i) if i in indices else None for i in self.differentiable),
+            to_number and indices == (0,) and not self.op.vectors,
         )
         return way
 
@@ -607,18 +607,18 @@ class _Step(torch.autograd.Function):
             *operands,
             *(() if call.masks is NO_MASKS else call.masks),
         )
-        if len(way.places) == 1:
-            return found[way.places[0]]
+        if len(way.indices) == 1:
+            return found[way.indices[0]]
         ctx.mark_non_differentiable(*[found[i] for i in way.constants if found[i] is not None])
-        return tuple([found[i] for i in way.places])
+        return tuple([found[i] for i in way.indices])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         way, options, number, whole = ctx.way
-        of, places = way.of, way.given
+        of, indices = way.of, way.given
         needed = ctx.needs_input_grad
         wanted, nothing = needed[: of.at_masks], (None,) * len(needed)
-        given = [None if i is None else grads[i] for i in places]
+        given = [None if i is None else grads[i] for i in indices]
         if not [x for x in given if x is not None]:
             return nothing
         kept = ctx.saved_tensors

@@ -7,7 +7,7 @@ import importlib
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from .. import frameworks
 from ..api import attention_kl_forward, attention_kl_value_and_grad
 from ..testing.timing import DeviceTimer, HostTimer, Outcome, Timer, Variant, host_cost, measure
-from . import context_parallel, environment, indexer, report, shapes, sparse_attention
+from . import context_parallel, environment, indexer, report, shapes, sparse_attention, timings
 from .cases import PASSES, Case, home_of, inputs, to_float64, torch_missing
 from .peers import KEYS, Ours, Peer, peers
 from .values import dims, positive, results, seconds
@@ -59,8 +59,8 @@ MATMUL = 8192
 
 
 @dataclass
-class Row:
-    """One line of the CSV; None is an empty cell. Times in milliseconds, sizes in bytes."""
+class Row(timings.Row):
+    """One line of the CSV."""
 
     pass_: str
     peer: str
@@ -86,14 +86,9 @@ class Row:
     peak_bytes: int | None = None
     driver_bytes: int | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """By column name."""
-        named = asdict(self)
-        return {"pass": named.pop("pass_"), **named}
-
 
 STAMP = ("card", "driver", "package", "torch", "cupy", "numpy", "date")
-FIELDS = ("pass", *(field.name for field in fields(Row) if field.name != "pass_"), *STAMP)
+FIELDS = timings.columns(Row, stamp=STAMP)
 
 # Batch x heads, N, (D_t, D_s), causal: the cases of the published table, losing ones included.
 PUBLISHED = (
@@ -419,17 +414,8 @@ def environment_of(device: str, home: str) -> dict[str, Any]:
 
 def write(base: Path, rows: Iterable[Row], about: dict[str, Any], samples: dict[str, list[float]]) -> None:
     """CSV and JSON; called after every problem, so that an interrupted run keeps what it has."""
-    stamp = {name: about.get(name) for name in ("card", "driver", "torch", "cupy", "numpy", "date")}
-    stamp["package"] = about.get("streamkl_cupy")
-    records = [{**row.as_dict(), **stamp} for row in rows]
-    report.write_csv(base.with_name(base.name + ".csv"), FIELDS, [_rounded(record) for record in records])
-    value = {"environment": about, "rows": [row.as_dict() for row in rows], "samples_ms": samples}
-    report.write_json(base.with_name(base.name + ".json"), value)
-
-
-def _rounded(record: dict[str, Any]) -> dict[str, Any]:
-    """Six digits say all that a clock can."""
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in record.items()}
+    stamp = {name: about.get("streamkl_cupy" if name == "package" else name) for name in STAMP}
+    timings.write(base, FIELDS, rows, about, samples, stamp)
 
 
 COLUMNS = ("<pass", "<", "ms", "p20", "p80", "TFLOP/s", "of matmul", "than ours", "extra MiB", "driver MiB", "<")

@@ -62,7 +62,7 @@ INDEXER_DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (576, 128))
 """(teacher, indexer) of indexers."""
 
 ARCHS = ("sm_80", "sm_90", "sm_120")
-# What asks for code of its own: an interval, places, holes, lists, holes on both sides, and all that can come together.
+# What asks for code of its own: an interval, segments, holes, lists, holes on both sides, and all together.
 MASK_CASES: dict[str, tuple[str, ...]] = {
     "none": (),
     **{part.name: (*part.beside, part.name) for part in MASKS.values()},

@@ -227,7 +227,7 @@ def computations(gpu: bool, versions: dict[str, str]) -> list[Check]:
     return checks
 
 
-def in_a_process(framework: str, places: Sequence[str]) -> list[Check]:
+def in_a_process(framework: str, devices: Sequence[str]) -> list[Check]:
     """Compute with a framework in a process of its own.
 
     A broken framework may raise, exit, crash, hang or print whatever it likes; here each of that is a finding.
@@ -235,7 +235,7 @@ def in_a_process(framework: str, places: Sequence[str]) -> list[Check]:
     # What this process can import, and JAX without the most of the card that it would take at its first array.
     paths = os.pathsep.join(path or "." for path in sys.path)
     env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, "PYTHONPATH": paths}
-    code = f"from {__name__} import answer; answer{(framework, *places)}"
+    code = f"from {__name__} import answer; answer{(framework, *devices)}"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.DEVNULL,
@@ -254,7 +254,8 @@ def in_a_process(framework: str, places: Sequence[str]) -> list[Check]:
             end = f"no answer in {PATIENCE:.0f} s"
     checks = [Check(**json.loads(line)) for line in out.splitlines(keepends=True) if line.endswith("\n")]
     checks += [
-        Check(f"{framework} on {place}", "broken", end, _remedy(framework, place)) for place in places[len(checks) :]
+        Check(f"{framework} on {device}", "broken", end, _remedy(framework, device))
+        for device in devices[len(checks) :]
     ]
     said = [line.strip() for line in err.splitlines() if line.strip()]
     for check in checks:
@@ -269,38 +270,38 @@ def _ending(code: int) -> str:
     return f"the process was ended by {attempt(lambda: signal.Signals(-code).name, f'signal {-code}')}"
 
 
-def _remedy(framework: str, place: str) -> str:
+def _remedy(framework: str, device: str) -> str:
     if framework == "cupy":
         return "see the message above"
-    return f"install a {framework} built for this driver's CUDA" if place == "cuda" else f"reinstall {framework}"
+    return f"install a {framework} built for this driver's CUDA" if device == "cuda" else f"reinstall {framework}"
 
 
-def answer(framework: str, *places: str) -> None:
-    """In that process: print one finding per place, each a line of JSON, and nothing else to standard output."""
+def answer(framework: str, *devices: str) -> None:
+    """In that process: print one finding per device, each a line of JSON, and nothing else to standard output."""
     findings = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     convert = {"cupy": _to_cupy, "torch": _to_torch, "jax": _to_jax}[framework]
-    for place in places:
+    for device in devices:
         check = _attempt(
-            f"{framework} on {place}",
-            lambda place=place: compute(convert(place)),  # type: ignore[misc]
-            _remedy(framework, place),
+            f"{framework} on {device}",
+            lambda device=device: compute(convert(device)),  # type: ignore[misc]
+            _remedy(framework, device),
         )
         print(json.dumps(asdict(check)), file=findings, flush=True)
 
 
-def _to_cupy(place: str) -> Callable[[Any], Any]:
+def _to_cupy(device: str) -> Callable[[Any], Any]:
     return import_cupy().asarray  # type: ignore[no-any-return]
 
 
-def _to_torch(place: str) -> Callable[[Any], Any]:
+def _to_torch(device: str) -> Callable[[Any], Any]:
     torch = importlib.import_module("torch")
-    return lambda x: torch.from_numpy(x).to(place)
+    return lambda x: torch.from_numpy(x).to(device)
 
 
-def _to_jax(place: str) -> Callable[[Any], Any]:
+def _to_jax(device: str) -> Callable[[Any], Any]:
     jax = importlib.import_module("jax")
-    device = jax.devices(place)[0]
+    device = jax.devices(device)[0]
     return lambda x: jax.device_put(x, device)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from .. import api
 from ..errors import StreamKLError
 from ..testing.timing import Call, DeviceTimer, Timer, Variant, host_cost, measure
-from . import environment, report
+from . import environment, report, timings
 from .cases import STUDENT, torch_missing
 from .values import results
 
@@ -254,5 +254,5 @@ def show(shape: Shape, rows: Sequence[Row]) -> None:
 def write(base: Path, rows: Sequence[Row], about: dict[str, Any]) -> None:
     """The CSV of all rows so far."""
     stamp = {name: about.get(name) for name in FIELDS[-6:]}
-    rounded = [{k: float(f"{x:.6g}") if isinstance(x, float) else x for k, x in row.items()} for row in rows]
+    rounded = [timings.rounded(row) for row in rows]
     report.write_csv(base.with_name(base.name + ".csv"), FIELDS, [{**row, **stamp} for row in rounded])

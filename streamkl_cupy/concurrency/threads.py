@@ -214,11 +214,11 @@ def quota() -> int:
     inner = next((line[3:] for line in lines if line.startswith("0::")), "/")
     root = Path("/sys/fs/cgroup")
     folder = root / inner.lstrip("/")
-    for place in (folder, *folder.parents):
-        if place != root and root not in place.parents:
+    for level in (folder, *folder.parents):
+        if level != root and root not in level.parents:
             break
         try:
-            allowed, period = (place / "cpu.max").read_text().split()
+            allowed, period = (level / "cpu.max").read_text().split()
         except (OSError, ValueError):
             continue
         if allowed != "max":

@@ -41,17 +41,17 @@ class JAX(Framework):
         if x.is_deleted():
             raise ValueError(f"{name} is a deleted JAX array (donated, or delete() was called); pass a live one")
         dtype = name_of(name, x.dtype, mask)
-        places = x.devices()
-        if len(places) != 1:
+        devices = x.devices()
+        if len(devices) != 1:
             raise ValueError(
-                f"{name} is spread over {len(places)} devices; call inside jax.shard_map, where each device sees "
+                f"{name} is spread over {len(devices)} devices; call inside jax.shard_map, where each device sees "
                 f"its own part"
             )
-        (place,) = places
-        if place.platform not in ("cpu", "gpu", "cuda"):
-            raise TypeError(f"{name} is on JAX platform {place.platform!r}; allowed are CUDA and CPU arrays")
+        (own,) = devices
+        if own.platform not in ("cpu", "gpu", "cuda"):
+            raise TypeError(f"{name} is on JAX platform {own.platform!r}; allowed are CUDA and CPU arrays")
         # The index inside this process is the one CUDA knows; `id` counts over all hosts.
-        device = CPU if place.platform == "cpu" else cuda(place.local_hardware_id)
+        device = CPU if own.platform == "cpu" else cuda(own.local_hardware_id)
         shape = tuple(x.shape)
         return ArrayView(name, "jax", device, dtype, shape, compact_strides(shape), x.unsafe_buffer_pointer(), x)
 

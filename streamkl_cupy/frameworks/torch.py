@@ -128,8 +128,8 @@ class Torch(Framework):
         else:
             make = self.empty_on_current_gpu if self.current_gpu() == device.index else None
         if make is None or self.dispatch_modes():
-            place = next(x for x, known in self.devices.items() if known == device)
-            return self.torch.empty(shape, dtype=kind, device=place)
+            found = next(x for x, known in self.devices.items() if known == device)
+            return self.torch.empty(shape, dtype=kind, device=found)
         return make(shape, compact(shape, 0)[0], kind)
 
     def address(self, x: Any) -> int:

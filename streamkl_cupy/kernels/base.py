@@ -315,17 +315,17 @@ class KernelPlan(KernelText):
 @dataclass(frozen=True)
 class MadeRows:
     """What the gradients of a side read of each row in place of what the forward saved, and the kernel that makes it.
-    Places are counted from where its part of a workspace begins, in bytes."""
+    Offsets are counted from where its part of a workspace begins, in bytes."""
 
     side: str
     kernel: KernelPlan
     bytes: int
     written: tuple[tuple[str, int], ...]
-    """Where the kernel writes: (field of its arguments, place)."""
+    """Where the kernel writes: (field of its arguments, offset)."""
     read: tuple[tuple[str, int], ...]
-    """Where gradients find it: (field of their arguments, place)."""
+    """Where gradients find it: (field of their arguments, offset)."""
     copies: tuple[tuple[str, int, Operand], ...] = ()
-    """What they copy by tensor maps and is no operand: (name of the box, place, what lies there)."""
+    """What they copy by tensor maps and is no operand: (name of the box, offset, what lies there)."""
 
     def __str__(self) -> str:
         return str(self.kernel)

@@ -68,11 +68,11 @@ def _gather(pattern: BlockPattern, group: int) -> Gathered:
     tiles = -(-count // UNITS)
     order = np.full((key_heads, tiles * UNITS), count, np.int64)
     order[:, :count] = np.argsort(-lengths, axis=1, kind="stable")
-    place = np.empty((key_heads, count + 1), np.int64)
-    np.put_along_axis(place, order, np.arange(tiles * UNITS), axis=1)
+    position = np.empty((key_heads, count + 1), np.int64)
+    np.put_along_axis(position, order, np.arange(tiles * UNITS), axis=1)
     # Of each entry, by the tile of its unit in the new order and the tile of queries.
     head, unit = np.divmod(np.repeat(np.arange(heads * count), np.diff(offsets, axis=1).ravel()), max(count, 1))
-    tile, half = np.divmod(place[head // (heads // key_heads), unit], UNITS)
+    tile, half = np.divmod(position[head // (heads // key_heads), unit], UNITS)
     streamed = -(-pattern.queries // UNIT)
     key = (head * tiles + tile) * streamed + entries[:, 0]
     by_key = np.argsort(key, kind="stable")

@@ -24,7 +24,7 @@ class PackedMask(NamedTuple):
     array: str
     kernel: KernelPlan
     """That packs it."""
-    place: int
+    offset: int
     """Where in every workspace the bits lie, bytes."""
     bytes: int
     """Of the bits."""
@@ -36,12 +36,12 @@ class PackedMask(NamedTuple):
 def plan(problem: Problem, facts: DeviceFacts) -> tuple[PackedMask, ...]:
     """What is packed of the problem's mask, one after the other from the start of a workspace."""
     found: list[PackedMask] = []
-    place = 0
+    offset = 0
     for array in (array for part in parts_of(problem.mask) for array in part.arrays if array.bits):
         count = problem.queries if array.of == "queries" else problem.keys
         kernel = _kernel(problem.batch * bit_words(count), facts)
-        found.append(PackedMask(array.name, kernel, place, packed_mask(count).bytes(problem.batch)))
-        place += found[-1].bytes
+        found.append(PackedMask(array.name, kernel, offset, packed_mask(count).bytes(problem.batch)))
+        offset += found[-1].bytes
     return tuple(found)
 
 

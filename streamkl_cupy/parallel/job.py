@@ -292,13 +292,13 @@ class Job:
     def scattered(self, like: Any) -> Total:
         """Of gradients of all keys, as every rank's shard of it: (size, ...)."""
         longest = max(map(length, self.keys))
-        places = [
+        destinations = [
             ((rank,), run, start)
             for rank, runs in enumerate(self.keys)
             for run, start in zip((*runs, _beyond(runs, longest)), (*starts_of(runs), length(runs)))
         ]
         shape = (self.ranks.size, *self.extended(like, longest))
-        return Total(self, like, shape, self.sum_dtype(like), *places)
+        return Total(self, like, shape, self.sum_dtype(like), *destinations)
 
     @staticmethod
     def sum_dtype(x: Any) -> str:
@@ -310,7 +310,7 @@ class Job:
         return (*x.shape[: self.axes.rows], size, *x.shape[self.axes.rows + 1 :])
 
 
-Place = tuple[tuple[int, ...], Run, int]
+Destination = tuple[tuple[int, ...], Run, int]
 """Where a run of positions has its place: the first indices, the run, and where along the axis it begins there."""
 
 
@@ -319,15 +319,15 @@ class Total:
     leaves is cleared."""
 
     def __init__(
-        self, job: Job, like: Any, shape: tuple[int, ...], dtype: Any, *places: Place, whole: bool = False
+        self, job: Job, like: Any, shape: tuple[int, ...], dtype: Any, *destinations: Destination, whole: bool = False
     ) -> None:
         """`whole`: one part that is all of it may be the total itself."""
-        self._job, self._like, self._shape, self._dtype, self._places, self._whole = (
+        self._job, self._like, self._shape, self._dtype, self._destinations, self._whole = (
             job,
             like,
             shape,
             dtype,
-            places,
+            destinations,
             whole,
         )
         self._out: Any = None
@@ -339,7 +339,7 @@ class Total:
             self._out = x
             return
         out = library.empty(self._like, self._shape, self._dtype) if first else self._out
-        for prefix, (low, high), start in self._places:
+        for prefix, (low, high), start in self._destinations:
             begin, end = max(where.start, low), min(where.stop, high)
             if begin >= end:
                 begin = end = low

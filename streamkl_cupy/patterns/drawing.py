@@ -43,8 +43,8 @@ def draw(
         axis.remove()
     queries, keys = size
     extent = (0, max(keys, 1), max(queries, 1), 0)  # a picture of nothing still has a size
-    for axis, (title, places) in zip(axes, listed.items(), strict=False):
-        image = _image(places, blocks)
+    for axis, (title, flat) in zip(axes, listed.items(), strict=False):
+        image = _image(flat, blocks)
         axis.imshow(image, cmap="Blues", vmin=0, vmax=1, extent=extent, interpolation="nearest", aspect="auto")
         axis.set_title(title, loc="center", fontsize=9)
         axis.tick_params(labelsize=7)
@@ -63,7 +63,7 @@ def _image(listed: Iterable[NDArray[np.int64]], blocks: Extents) -> NDArray[np.f
     # How many blocks lie in each line of pixels; the last ones may have fewer.
     height, width = (np.diff(np.r_[0:size:step, size]) for size, step in zip(blocks, steps))
     image = np.zeros((len(height), len(width)))
-    for places in listed:
-        row, column = np.divmod(places, blocks[1])
+    for flat in listed:
+        row, column = np.divmod(flat, blocks[1])
         np.add.at(image, (row // steps[0], column // steps[1]), 1)
     return image / np.outer(height, width)

@@ -11,7 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import FAR, a_kind_of, choice, flag, integer
-from .pattern import LARGEST, BlockPattern, Grid, Places, any_of, build, fits, host_array, integers, places_of, ranged
+from .pattern import (
+    LARGEST,
+    BlockPattern,
+    FlatBlocks,
+    Grid,
+    any_of,
+    build,
+    fits,
+    flat_blocks,
+    host_array,
+    integers,
+    ranged,
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 MOST_HEADS = 2**16
@@ -118,7 +130,7 @@ def from_csr(
     pattern = BlockPattern(row_offsets, key_blocks, *grid._replace(diagonal=None))
     if grid.diagonal is None:
         return pattern
-    return build(grid, range(pattern.heads), lambda head: grid.inside(places_of(pattern, head)))
+    return build(grid, range(pattern.heads), lambda head: grid.inside(flat_blocks(pattern, head)))
 
 
 @_documented
@@ -331,7 +343,7 @@ def sharded(
         for outer, within, (_, step) in zip(bands, inner, ranges)
     ]
 
-    def places(phases: tuple[int, ...] | None) -> Places:
+    def flat(phases: tuple[int, ...] | None) -> FlatBlocks:
         if phases is None:
             return _listed_by(grid, _all(grid))
         moved = [side._replace(phase=phase) for sides, phase in zip(far, phases) for side in sides]
@@ -341,7 +353,7 @@ def sharded(
     per_head: list[tuple[int, ...] | None] = [
         tuple(moved % step for _, step in ranges) for moved in chosen for _ in range(unit)
     ]
-    pattern = build(grid, per_head + [None] * dense_heads, places)
+    pattern = build(grid, per_head + [None] * dense_heads, flat)
     covered = pattern.coverage().fraction
     if covered < 1:
         widest = max(step for _, step in ranges)
@@ -405,7 +417,7 @@ class Stripes(NamedTuple):
     phase: int = 0
 
 
-def _listed_by(grid: Grid, *stripes: Stripes) -> Places:
+def _listed_by(grid: Grid, *stripes: Stripes) -> FlatBlocks:
     """The blocks of all stripes that a row may see, each once: work and memory are those of what is listed."""
     found, reach = [], grid.reach()
     for first, stop, step, phase in stripes:

@@ -20,7 +20,7 @@ from .drawing import draw
 from .tiles import CELLS, MAX_PAIRS, UNIT, Axis, TileLists, frozen, tile_lists
 
 Rows = NDArray[np.bool_]
-Places = NDArray[np.int64]
+FlatBlocks = NDArray[np.int64]
 """Blocks as numbers row * Nb + column, ascending."""
 LARGEST = 2**31 - 1
 MAX_BLOCK = 128
@@ -241,7 +241,7 @@ class BlockPattern(_Kept):
         if 0 in shape:
             return np.zeros(shape, np.bool_)
         # Searched for, so that rows and keys far apart cost no more than close ones.
-        listed = places_of(self, head, int(row.min()), int(row.max()) + 1)
+        listed = flat_blocks(self, head, int(row.min()), int(row.max()) + 1)
         wanted = row * self.grid.column_blocks + column
         at = np.searchsorted(listed, wanted)
         seen: Rows = np.append(listed, -1)[at] == wanted
@@ -305,7 +305,7 @@ class BlockPattern(_Kept):
         grid = Grid.checked(last - first, keys, (block, self.key_block), diagonal)
         lines = (first + np.arange(grid.row_blocks, dtype=np.int64) * block) // size
 
-        def listed(head: int) -> Places:
+        def listed(head: int) -> FlatBlocks:
             start, stop = self.row_offsets[head, lines], self.row_offsets[head, lines + 1]
             counts = (stop - start).astype(np.int64)
             row = np.repeat(np.arange(len(lines), dtype=np.int64), counts)
@@ -368,8 +368,8 @@ class BlockPattern(_Kept):
         chosen = self._chosen(range(self.heads) if heads is None else heads)
         reach = self.grid.reach()
         seen = np.zeros_like(reach)
-        for places in union_of(self, chosen):
-            np.add.at(seen, places // self.grid.column_blocks, 1)
+        for flat in union_of(self, chosen):
+            np.add.at(seen, flat // self.grid.column_blocks, 1)
         total = int(reach.sum())
         rows = np.where(reach > 0, seen / np.maximum(reach, 1), 1.0)
         return Coverage(int(seen.sum()) / total if total else 1.0, frozen(rows))
@@ -511,7 +511,9 @@ class BlockPattern(_Kept):
                     f"on the right; make both for the same queries, keys and blocks"
                 )
 
-    def _combined(self, other: BlockPattern, sign: str, rule: Callable[[Places, Places], Places]) -> BlockPattern:
+    def _combined(
+        self, other: BlockPattern, sign: str, rule: Callable[[FlatBlocks, FlatBlocks], FlatBlocks]
+    ) -> BlockPattern:
         if not isinstance(other, BlockPattern):
             return NotImplemented
         self._refuse_other_sizes(other, f"pattern {sign} pattern")
@@ -526,8 +528,8 @@ class BlockPattern(_Kept):
         else:
             diagonal = min(diagonals) if diagonals else None
 
-        def both(head: int) -> Places:
-            left, right = (places_of(x, head if x.heads > 1 else 0) for x in (self, other))
+        def both(head: int) -> FlatBlocks:
+            left, right = (flat_blocks(x, head if x.heads > 1 else 0) for x in (self, other))
             return rule(left, right)
 
         return build(self.grid._replace(diagonal=diagonal), range(max(self.heads, other.heads)), both)
@@ -618,59 +620,59 @@ class Grid(NamedTuple):
         blocks: NDArray[np.int64] = (seen + self.key_block - 1) // self.key_block
         return blocks
 
-    def inside(self, places: Places) -> Places:
+    def inside(self, flat: FlatBlocks) -> FlatBlocks:
         """Without the blocks that no row may see."""
         if self.diagonal is None:
-            return places
-        row, column = np.divmod(places, max(self.column_blocks, 1))
-        return places[column < self.reach()[row]]
+            return flat
+        row, column = np.divmod(flat, max(self.column_blocks, 1))
+        return flat[column < self.reach()[row]]
 
 
-def places_of(pattern: BlockPattern, head: int, first: int = 0, last: int | None = None) -> Places:
+def flat_blocks(pattern: BlockPattern, head: int, first: int = 0, last: int | None = None) -> FlatBlocks:
     """What the query blocks [first, last) of a head list, all of them by default."""
     offsets = pattern.row_offsets[head, first : None if last is None else last + 1]
     row = np.repeat(np.arange(first, first + len(offsets) - 1, dtype=np.int64), np.diff(offsets))
-    places: Places = row * pattern.grid.column_blocks + pattern.key_blocks[offsets[0] : offsets[-1]]
-    return places
+    flat: FlatBlocks = row * pattern.grid.column_blocks + pattern.key_blocks[offsets[0] : offsets[-1]]
+    return flat
 
 
-def union_of(pattern: BlockPattern, heads: list[int]) -> Iterator[Places]:
+def union_of(pattern: BlockPattern, heads: list[int]) -> Iterator[FlatBlocks]:
     """What any of the heads lists, each block once, as many query blocks at a time as scratch memory should hold."""
     listed = np.cumsum(np.sum([np.diff(pattern.row_offsets[head]) for head in heads], axis=0, dtype=np.int64))
     total = int(listed[-1]) if len(listed) else 0
     cuts = np.searchsorted(listed, np.arange(CELLS, total, CELLS), side="right")
     for first, last in pairwise(np.unique([0, *cuts, len(listed)]).tolist()):
-        yield any_of(*(places_of(pattern, head, first, last) for head in heads))
+        yield any_of(*(flat_blocks(pattern, head, first, last) for head in heads))
 
 
-def any_of(*places: Places) -> Places:
+def any_of(*flat: FlatBlocks) -> FlatBlocks:
     """What at least one lists, each block once."""
-    if len(places) == 1:
-        return places[0]
-    together = _merged(places)
+    if len(flat) == 1:
+        return flat[0]
+    together = _merged(flat)
     return together[np.diff(together, prepend=-1) > 0]
 
 
-def both_of(*places: Places) -> Places:
+def both_of(*flat: FlatBlocks) -> FlatBlocks:
     """What both of two list."""
-    together = _merged(places)
-    twice: Places = together[1:][np.diff(together) == 0]
+    together = _merged(flat)
+    twice: FlatBlocks = together[1:][np.diff(together) == 0]
     return twice
 
 
-def _merged(places: Sequence[Places]) -> Places:
+def _merged(flat: Sequence[FlatBlocks]) -> FlatBlocks:
     # NumPy's stable sort merges what is in order already, twenty times faster than its default sorts it.
-    return np.sort(np.concatenate(places), kind="stable")
+    return np.sort(np.concatenate(flat), kind="stable")
 
 
-def build(grid: Grid, heads: Sequence[_H], places: Callable[[_H], Places]) -> BlockPattern:
-    """A pattern of what `places(head)` lists for each of `heads`; equal ones are computed once."""
+def build(grid: Grid, heads: Sequence[_H], flat: Callable[[_H], FlatBlocks]) -> BlockPattern:
+    """A pattern of what `flat(head)` lists for each of `heads`; equal ones are computed once."""
     columns = max(grid.column_blocks, 1)
     done: dict[_H, tuple[NDArray[np.int64], NDArray[np.int32]]] = {}
     total = 0
     for head in heads:
         if head not in done:
-            row, column = np.divmod(places(head), columns)
+            row, column = np.divmod(flat(head), columns)
             done[head] = np.bincount(row, minlength=grid.row_blocks), column.astype(np.int32)
         total += len(done[head][1])
         fits(total)
@@ -749,16 +751,16 @@ def _checked_rows(row_offsets: Any, key_blocks: Any, grid: Grid) -> tuple[NDArra
             f"to {grid.column_blocks - 1}"
         )
     # One number per entry, ascending in a list that is in order.
-    place = line * max(grid.column_blocks, 1) + blocks.astype(np.int64)
-    steps = np.diff(place)
+    flat = line * max(grid.column_blocks, 1) + blocks.astype(np.int64)
+    steps = np.diff(flat)
     if (steps < 0).any():
-        place = np.sort(place)
-        steps = np.diff(place)
+        flat = np.sort(flat)
+        steps = np.diff(flat)
     if not steps.all():
-        head, rest = divmod(int(place[int(np.argmin(steps != 0))]), max(grid.row_blocks * grid.column_blocks, 1))
+        head, rest = divmod(int(flat[int(np.argmin(steps != 0))]), max(grid.row_blocks * grid.column_blocks, 1))
         row, column = divmod(rest, grid.column_blocks)
         raise ValueError(f"key_blocks lists block {column} twice for query block {row} of head {head}; list it once")
-    blocks = (place - line * max(grid.column_blocks, 1)).astype(np.int32)
+    blocks = (flat - line * max(grid.column_blocks, 1)).astype(np.int32)
     outside = blocks >= grid.reach()[line % max(grid.row_blocks, 1)]
     if outside.any():
         where = int(np.argmax(outside))

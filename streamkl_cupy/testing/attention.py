@@ -104,11 +104,11 @@ def backward(
             }  # fmt: skip
         scaled = {"query": call.factor, "key": call.factor, "value": 1.0}
         for name, terms in found.items():
-            place = x.at if name == "query" else x.key_at
+            index = x.at if name == "query" else x.key_at
             for i, (into, one) in enumerate(zip(total[name], terms, strict=True)):
                 # Those of keys and values are summed as squares over heads.
                 factor = scaled[name] if i == 0 else abs(scaled[name])
-                into[place] += one * (factor**2 if i == 2 and name != "query" else factor)
+                into[index] += one * (factor**2 if i == 2 and name != "query" else factor)
     for name in ("key", "value"):
         total[name][2] = np.sqrt(total[name][2])
     return Gradients(**{name: Terms(*map(call.callers, terms)) for name, terms in total.items()})

@@ -51,7 +51,7 @@ def check_rows(
     """
     a, e = exact(actual), expected.kl
     _same_shape(name, a, e)
-    _same_places(name, a, e)
+    _same_where(name, a, e)
     relative = DOUBLE_ROW_BOUND if dtype == "float64" else HARD_BOUND if hard else ROW_BOUND
     # The float64 reference is as wrong as a float64 result.
     rounding = (16 if dtype == "float64" else 4 if hard else 1) * _EPSILON[dtype]
@@ -79,7 +79,7 @@ def check_lse(
     """
     a, e = exact(actual), exact(expected)
     _same_shape(name, a, e)
-    _same_places(name, a, e)
+    _same_where(name, a, e)
     bound = DOUBLE_ROW_BOUND if dtype == "float64" else ROW_BOUND
     return _within(name, _error(a, e), (bound + (unit or 0)) * (1 + exact(largest)), a, e)
 
@@ -236,7 +236,7 @@ def _same_shape(name: str, a: Array, e: Array) -> None:
         raise AssertionError(f"{name}: shape {a.shape}, expected {e.shape}")
 
 
-def _same_places(name: str, a: Array, e: Array) -> None:
+def _same_where(name: str, a: Array, e: Array) -> None:
     differ = (np.isnan(a) != np.isnan(e)) | ((a != e) & (np.isinf(a) | np.isinf(e)))
     if differ.any():
         raise AssertionError(f"{name}: NaN or Inf differ in {differ.sum()} of {a.size} places; {_worst(differ, a, e)}")
@@ -279,8 +279,8 @@ def _worst(badness: Array, a: Array, e: Array) -> str:
     return f"worst at {_tuple(at)}: got {a[at]:.9g}, expected {e[at]:.9g}"
 
 
-def _at(places: Array) -> str:
-    return f"first at {_tuple(np.argwhere(places)[0])}"
+def _at(where: Array) -> str:
+    return f"first at {_tuple(np.argwhere(where)[0])}"
 
 
 def _tuple(index: Any) -> tuple[int, ...]:

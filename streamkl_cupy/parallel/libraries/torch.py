@@ -42,8 +42,8 @@ class Torch(Library):
             return super().added_up(x, parts, dtype)
         # The last one is added and rounded in one pass.
         *first, (index, last) = parts
-        for place, part in first:
-            x[place] += part
+        for at, part in first:
+            x[at] += part
         whole = last.shape == x.shape
         out = self.xp.empty(x.shape, dtype=dtype, device=x.device) if whole else x.to(dtype)
         self.xp.add(x[index], last, out=out[index])

@@ -129,8 +129,8 @@ def holes(parts: tuple[Part, ...], scene: Scene, q0: int, q1: int, k0: int, k1: 
 
 
 def registers(parts: tuple[Part, ...], rows_are_keys: bool) -> int:
-    """How many registers a mask takes, by what is stationary: 0 a bound, 1 an interval or places, 2 pairs apart, 3 all
-    of that."""
+    """How many registers a mask takes, by what is stationary: 0 a bound, 1 an interval or segments, 2 pairs apart, 3
+    all of that."""
     taking = [part for part in parts if not part.shortens and (rows_are_keys or not part.picks_queries)]
     if len(taking) > 2 or sum(part.sparse for part in taking) > 1:
         return 3

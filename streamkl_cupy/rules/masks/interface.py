@@ -167,7 +167,7 @@ class Part:
     sparse: bool = False
     """Whether rows and keys inside the intervals may still see nothing."""
     registers: int = 1
-    """How many a kernel needs for it: 0 a bound, 1 an interval or places, 2 pairs apart."""
+    """How many a kernel needs for it: 0 a bound, 1 an interval or segments, 2 pairs apart."""
     knows_queries: bool = False
     """Whether rows of one tile see other keys. Of such parts a mask has one at most: with two, a key could pass each of
     them for some row and be hidden from all. A list is none: it says the same of 16 x 16 pairs."""
