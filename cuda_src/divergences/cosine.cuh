@@ -12,7 +12,7 @@ struct RowState : Overlap {
     // Of the sums themselves: what they are relative to cancels.
     __device__ void finish(float& value, float& lse_t, float& lse_s) const {
         value = 1.f - cosine_of(terms[0], terms[1], terms[2]);
-        settle(value, lse_t, lse_s);
+        empty_or_nan(value, lse_t, lse_s);
     }
 };
 

@@ -8,7 +8,7 @@
 struct RowState : RowSums<TeacherCross> {
     __device__ void finish(float& value, float& lse_t, float& lse_s) const {
         value = kLn2 * (log2f(l_s) - terms[0] / l_t);
-        settle(value, lse_t, lse_s);
+        empty_or_nan(value, lse_t, lse_s);
     }
 };
 

@@ -53,7 +53,7 @@ struct LogSumExps : RowSums<VisibleKeys> {
     enum : int { kMoments = 5 };
     __device__ void finish(float& value, float& lse_t, float& lse_s) const {
         value = 0.f * (log2f(l_t) + log2f(l_s));
-        settle(value, lse_t, lse_s);
+        empty_or_nan(value, lse_t, lse_s);
     }
     __device__ void moments(float* to, float lse_t) const {
         const bool bad = !(lse_t == -infinity() || is_finite(lse_t));

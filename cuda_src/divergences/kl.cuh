@@ -16,7 +16,7 @@ struct RowState : RowSums<Term<bool(kEntropy)>::Type> {
     __device__ void finish(float& value, float& lse_t, float& lse_s) const {
         const float a = kEntropy ? terms[kTerms - 1] - terms[0] : terms[0];
         value = kLn2 * (a / l_t + log2f(l_s / l_t));
-        settle(value, lse_t, lse_s);
+        empty_or_nan(value, lse_t, lse_s);
     }
 };
 

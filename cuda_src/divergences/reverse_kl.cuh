@@ -5,7 +5,7 @@
 struct RowState : RowSums<StudentRelative> {
     __device__ void finish(float& value, float& lse_t, float& lse_s) const {
         value = kLn2 * (terms[0] / l_s + log2f(l_t / l_s));
-        settle(value, lse_t, lse_s);
+        empty_or_nan(value, lse_t, lse_s);
     }
 };
 

@@ -9,7 +9,7 @@
 struct RowState : Overlap {
     __device__ void finish(float& value, float& lse_t, float& lse_s) const {
         value = (pp() - pq()) + (qq() - pq());
-        settle(value, lse_t, lse_s);
+        empty_or_nan(value, lse_t, lse_s);
     }
 };
 

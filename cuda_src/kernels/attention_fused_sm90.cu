@@ -608,7 +608,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     const float* const sums =
         reinterpret_cast<const float*>(all.workspace) + static_cast<i64>(blockIdx.x) * AttentionSums::kSums;
     const RowVectors vectors(args, batch, head, segment);
-    const float factor = Score::factor(args.out_scale) * power_of_two(-kLift);
+    const float factor = Score::factor(args.out_scale) * power_of_two(-kWeightScale);
     constexpr int kParts = KeyTile::kHeadDim / 8;
     for (int i = threadIdx.x; i < 32 * kParts; i += kHelperThreads) {
         const int part = i % kParts, quad = i / kParts;

@@ -10,7 +10,7 @@
 //   transposed
 //
 // No atomics: each output element has one owner and a fixed order of addition. An element type of narrow exponent gets
-// P, which is at most 1, times 2^kLift, and X scaled by a power of two per row of the output, which moves when a tile
+// P, which is at most 1, times 2^kWeightScale, and X scaled by a power of two per row of the output, which moves when a tile
 // exceeds it; the epilogue takes both back.
 #include "common/args.cuh"
 #include "common/config.cuh"

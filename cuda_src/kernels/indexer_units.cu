@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(SKL_THREADS)
         number(reinterpret_cast<int*>(args.units), count, [&args, first, end, heads](int i) {
             const int batch = i / args.key_blocks / args.index_key_heads, block = i % args.key_blocks;
             int found = 0;
-            for (int tile = first; tile < end; ++tile) found += meets(args, batch, tile, block) ? heads : 0;
+            for (int tile = first; tile < end; ++tile) found += may_see(args, batch, tile, block) ? heads : 0;
             return found;
         });
     } else {

@@ -28,7 +28,7 @@ __device__ constexpr int below_first(int i) {
     return 16 * (i / Accumulators::kRows) + Accumulators::below(i % Accumulators::kRows);
 }
 
-constexpr int kLift = E::kNarrowExponent ? 14 : 0;
+constexpr int kWeightScale = E::kNarrowExponent ? 14 : 0;
 constexpr int kTopExponent = 8;  // of X when the scale of a row moves: 2^7 below what makes it move
 constexpr float kLargest = 32768.f;
 
@@ -51,7 +51,7 @@ struct RowVectors {
     // A row that is not there has no weights.
     __device__ Row read(int q, int queries) const {
         const bool inside = q < queries;
-        return {inside ? lse[q] - kLift : infinity(), inside ? delta[q] : 0.f};
+        return {inside ? lse[q] - kWeightScale : infinity(), inside ? delta[q] : 0.f};
     }
     // Those of a tile of queries, from `first` on.
     __device__ void load(u32 to, int first, Range valid) const {
@@ -76,8 +76,8 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, Strip<kTiles>& d, const
         if constexpr (!kRowsAreQueries) {
             const float2 lse = shared_float2(vectors + 4 * column),
                          delta = shared_float2(vectors + 4 * (kColumns + column));
-            streamed[0] = {lse.x - kLift, delta.x};
-            streamed[1] = {lse.y - kLift, delta.y};
+            streamed[0] = {lse.x - kWeightScale, delta.x};
+            streamed[1] = {lse.y - kWeightScale, delta.y};
         }
 #pragma unroll
         for (int m = 0; m < kWarpTiles; ++m) {
@@ -181,16 +181,16 @@ __device__ inline void write_gradients(const AttentionGradientArgs& args, const 
         return x.pointer + (block.batch * x.batch + block.head * x.head + first * x.row) * E::kBytes;
     };
     bool kept[kLaneRows];
-    int lift[kLaneRows];
+    int scale[kLaneRows];
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
         const int r = row + below_first(i);
         kept[i] = !(kRowsAreQueries && Mask::kPicksQueries) || !mask.keys_of(r, r + 1).empty();
-        lift[i] = kLift;
+        scale[i] = kWeightScale;
     }
     if constexpr (kScored)
         write<KeyTile>(head_of(args.out), args.out.row, out, row, end,
-                       Score::factor(args.out_scale) * power_of_two(-kLift), exponent, kept);
+                       Score::factor(args.out_scale) * power_of_two(-kWeightScale), exponent, kept);
     if constexpr (kValues)
-        write<ValueTile>(head_of(args.out_value), args.out_value.row, out_values, row, end, 1.f, lift, kept);
+        write<ValueTile>(head_of(args.out_value), args.out_value.row, out_values, row, end, 1.f, scale, kept);
 }

@@ -17,10 +17,10 @@ __device__ constexpr int below_first(int i) {
 // A row's weights are 2^(logit - reference), and its sums those of all keys so far. The four lanes of a row have one
 // reference and each the sum of its own keys. No running maximum is kept: the reference moves when a sum of one tile
 // leaves the range, which ordinary data makes it do at its first tile only. A type of narrow exponent has its weights
-// lifted, so that small ones keep their digits.
+// scaled up, so that small ones keep their digits.
 template <class E>
 struct SoftmaxRow {
-    static constexpr float kLift = E::kNarrowExponent ? 8.f : 0.f;
+    static constexpr float kWeightScale = E::kNarrowExponent ? 8.f : 0.f;
     static constexpr float kLargest = 32768.f;  // half of the largest number of any type
     float reference, sum;
 
@@ -70,7 +70,8 @@ __device__ inline void weigh(SoftmaxRow<E> (&rows)[kLaneRows], Strip<OUT_TILES>&
                 for (int c = 0; c < TILES; ++c)
 #pragma unroll
                     for (int j = 0; j < 2; ++j)
-                        top = fmaxf(top, L::logit(x[m][c][Accumulators::element(half, j)], n) - SoftmaxRow<E>::kLift);
+                        top = fmaxf(top,
+                                    L::logit(x[m][c][Accumulators::element(half, j)], n) - SoftmaxRow<E>::kWeightScale);
             }
             top = Accumulators::largest_of_row(top);
             const float shrink = exp2_approx(rows[i].reference - top);
@@ -119,7 +120,7 @@ __device__ inline void write_rows(const AttentionArgs& args, const Block& block,
     for (int i = 0; i < kLaneRows; ++i) {
         SoftmaxRow<E>& x = rows[i];
         x.sum = Accumulators::sum_row(x.sum);
-        const int r = row + below_first(i), place = segment.first_query + r;
+        const int r = row + below_first(i), query = segment.first_query + r;
         if (r >= segment.queries) continue;
         if constexpr (Mask::kPicksQueries) {
             if (!Mask(n, segment, block.batch, block.head).there(r)) x.start();
@@ -127,17 +128,17 @@ __device__ inline void write_rows(const AttentionArgs& args, const Block& block,
         const bool kept = !x.empty(), whole = n.splits == 1;
         const float factor = whole ? 1.f / x.sum : 1.f;
         const i64 state =
-            block.split * all + (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + place;
+            block.split * all + (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + query;
         if (Accumulators::writes_row(lane)) {
             if (whole) {
-                *row_vector(args.lse, block.batch, block.head, place) = x.lse();
+                *row_vector(args.lse, block.batch, block.head, query) = x.lse();
             } else {
                 states.reference[state] = x.reference;
                 states.sum[state] = x.sum;
             }
         }
         const u64 to = args.out.pointer +
-                       (block.batch * args.out.batch + block.head * args.out.head + place * args.out.row) * E::kBytes;
+                       (block.batch * args.out.batch + block.head * args.out.head + query * args.out.row) * E::kBytes;
 #pragma unroll
         for (int d = 0; d < OUT_TILES; ++d) {
             const int column = 8 * d + Accumulators::first_column(lane), half = i % Accumulators::kRows;

@@ -99,16 +99,16 @@ __device__ inline void write_rows(const ForwardArgs& args, const Block& block, c
         if constexpr (Mask::kPicksQueries) {
             if (!Mask(n, segment, block.batch, block.head).there(r)) x.start();
         }
-        const int place = segment.first_query + r;
+        const int query = segment.first_query + r;
         if (n.splits == 1) {
-            write_row<Offsets::kAny>(args, x, block.batch, block.head, place, offset);
+            write_row<Offsets::kAny>(args, x, block.batch, block.head, query, offset);
         } else {
             if (Offsets::kAny && !RowState::kResumes && block.split == 0) {
-                *row_vector(args.teacher_lse, block.batch, block.head, place) = offset.x;
-                *row_vector(args.student_lse, block.batch, block.head, place) = offset.y;
+                *row_vector(args.teacher_lse, block.batch, block.head, query) = offset.x;
+                *row_vector(args.student_lse, block.batch, block.head, query) = offset.y;
             }
             const i64 rows = static_cast<i64>(n.batch) * n.heads * n.queries;
-            const i64 index = (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + place;
+            const i64 index = (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + query;
             x.store(reinterpret_cast<float*>(args.workspace) + block.split * rows + index, n.splits * rows);
         }
     }

@@ -270,16 +270,16 @@ private:
         __syncwarp();
     }
     // The same by pieces, done when it returns: each is waited for when it is needed and given back when it has been
-    // read. `settled` is called when what was under way before is done. Sums of long head dims are two halves; for the
+    // read. `done` is called when what was under way before is done. Sums of long head dims are two halves; for the
     // second the grad side's registers are free.
-    template <class Settled>
-    __device__ void multiply_pieces(Settled settled) {
+    template <class Done>
+    __device__ void multiply_pieces(Done done) {
         constexpr bool kLong = ScoreSide::kSteps > kLongDepth;
         constexpr int kHalf = kLong ? kKept / 2 : kKept;
         int before = next_piece();
         multiply_piece(score_side, 0, keys_score, before, 0);
         wgmma_wait<1>();
-        settled();
+        done();
         add_pieces(score_side, 1, kHalf, before);
         if constexpr (kLong) {
             add_pieces<true>(grad_side, kHalf, kKept, before);

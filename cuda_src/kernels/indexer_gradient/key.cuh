@@ -35,17 +35,17 @@ struct Step {
     __device__ bool more() const { return tile < end; }
     __device__ int group() const { return head / heads; }
     // On to the next tile that has rows which see the keys.
-    template <class Meets>
-    __device__ void settle(const Meets& meets) {
-        while (tile < end && !meets(tile)) tile += stride;
+    template <class MaySee>
+    __device__ void skip_hidden(const MaySee& may_see) {
+        while (tile < end && !may_see(tile)) tile += stride;
     }
-    template <class Meets>
-    __device__ void next(const Meets& meets) {
+    template <class MaySee>
+    __device__ void next(const MaySee& may_see) {
         fresh = ++head % heads == 0;
         if (head == end_head) {
             head = first_head;
             tile += stride;
-            settle(meets);
+            skip_hidden(may_see);
         }
         slot ^= fresh;
     }
@@ -67,12 +67,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     at.heads = args.index_heads;
     at.head = at.first_head = key_head * groups * args.index_heads;
     at.end_head = at.first_head + groups * args.index_heads;
-    const auto meets = [&args, batch, first_key](int tile) {
+    const auto may_see = [&args, batch, first_key](int tile) {
         Range keys = keys_of_tile(args, batch, tile * kColumns / kStripTile);
         keys.intersect({first_key, first_key + kRows});
         return !keys.empty();
     };
-    at.settle(meets);
+    at.skip_hidden(may_see);
     Step ahead = at;
 
     const u32 base = Products::aligned(static_cast<u32>(__cvta_generic_to_shared(shared)));
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                                          Range{0, args.keys});
     if (ahead.more()) {
         fetch(0);
-        ahead.next(meets);
+        ahead.next(may_see);
     }
     cp_async_commit();
 
@@ -110,13 +110,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     const bool broken = *reinterpret_cast<const int*>(args.broken) != 0;
     Strip<kOutTiles> out;
     clear<kOutTiles>(out);
-    for (int i = 0; at.more(); ++i, at.next(meets)) {
+    for (int i = 0; at.more(); ++i, at.next(may_see)) {
         cp_async_wait<0>();
         Products::arrived();
         __syncthreads();
         if (ahead.more()) {
             fetch(i + 1);
-            ahead.next(meets);
+            ahead.next(may_see);
         }
         cp_async_commit();
         Strip<kTiles> s;

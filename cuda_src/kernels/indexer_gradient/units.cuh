@@ -11,7 +11,7 @@
 constexpr int kKeyBlock = kStripBlock;
 
 // Whether the block has keys that a row of the tile sees.
-__device__ inline bool meets(const IndexerArgs& args, int batch, int tile, int block) {
+__device__ inline bool may_see(const IndexerArgs& args, int batch, int tile, int block) {
     Range keys = keys_of_tile(args, batch, tile);
     keys.intersect({block * kKeyBlock, (block + 1) * kKeyBlock});
     return !keys.empty();
@@ -62,7 +62,7 @@ struct Walk {
         tile = args.first_tile;
         for (int skip = unit / heads;;) {
             const int mine = tile + static_cast<int>(threadIdx.x & 31);
-            u32 met = __ballot_sync(~0u, mine < args.first_tile + args.tiles && meets(args, batch, mine, block));
+            u32 met = __ballot_sync(~0u, mine < args.first_tile + args.tiles && may_see(args, batch, mine, block));
             const int some = __popc(met);
             if (skip < some) {
                 for (; skip > 0; --skip) met &= met - 1;
@@ -88,6 +88,6 @@ struct Walk {
         head = 0;
         if (left > 0) do
                 ++tile;
-            while (!meets(args, batch, tile, block));
+            while (!may_see(args, batch, tile, block));
     }
 };
