@@ -535,13 +535,13 @@ def test_survey_bounds_the_lists(made: BlockPattern, tile: tuple[int, int], by_k
 
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("longest", [0, 1, 5, 16, 200])
-def test_portions_cover_every_list_once(longest: int, group: int, rng: np.random.Generator) -> None:
+def test_work_tiles_cover_every_list_once(longest: int, group: int, rng: np.random.Generator) -> None:
     first = rng.integers(0, 30, (4 // group, 9))
     stop = first + rng.integers(1, 60, first.shape)
     lengths = rng.integers(0, group * (stop - first) + 1)
     lists = Lists(*(x.repeat(group, axis=0) for x in (lengths, first, stop)))
     entries, slots = cut(lists, longest, group)
-    places: list[int] = []
+    taken: list[int] = []
     for head in range(4):
         done = entries[head, :, 2] > 0
         assert (np.diff(done.astype(int)) <= 0).all()
@@ -567,10 +567,10 @@ def test_portions_cover_every_list_once(longest: int, group: int, rng: np.random
                 assert len(set(shares[:, 3])) == 1
                 if head % group == 0:
                     start = head // group * slots + shares[0, 3]
-                    places += range(start, start + count)
+                    taken += range(start, start + count)
         np.testing.assert_array_equal(mine, entries[head // group * group][done])
-    assert len(set(places)) == len(places)
-    assert set(places) <= set(range(4 // group * slots))
+    assert len(set(taken)) == len(taken)
+    assert set(taken) <= set(range(4 // group * slots))
     assert (slots > 0) == (0 < longest < 100)
     assert not entries.flags.writeable
 

@@ -86,8 +86,8 @@ def test_every_plan_fits_its_gpu(arch: str, dims: tuple[int, int], dtypes: tuple
         assert kernel.threads <= 1024
         assert kernel.threads % 32 == 0
         work_tiles = 8 * kernel.schedule.tiles * kernel.schedule.splits
-        stays = kernel.entry.endswith("fused_sm90.cu")  # a block per multiprocessor takes one after the other
-        assert kernel.blocks == (min(work_tiles, facts.multiprocessors) if stays else work_tiles)
+        persistent = kernel.entry.endswith("fused_sm90.cu")  # a block per multiprocessor takes one after the other
+        assert kernel.blocks == (min(work_tiles, facts.multiprocessors) if persistent else work_tiles)
     assert [name for name, _ in p.gradients] == [n for n in INPUT_NAMES if dims[n.startswith("student")] <= 256]
     assert str(p) == str(plan(arch, dims=dims, dtypes=dtypes))
 
@@ -373,7 +373,7 @@ def test_few_queries_of_heads_that_share_keys_are_packed(
         (16, 32, (8, 8), (4, 8)),  # heads to a pack, packs
         (17, 32, (8, 8), (2, 16)),
         (1, 32, (1, 1), (4, 8)),
-        (5, 6, (1, 2), (4, 2)),  # three share keys of both sides: one of four places stays empty
+        (5, 6, (1, 2), (4, 2)),  # three share keys of both sides: one of four slots is empty
         (7, 14, (2, 2), (4, 4)),  # seven: the second pack has three
         (16, 12, (1, 2), (4, 4)),
     ],

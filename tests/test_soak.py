@@ -72,7 +72,7 @@ def test_a_thousand_calls_under_pressure(framework: str) -> None:
     jobs = [Job(number, shape, put) for number, shape in enumerate(SHAPES)]
     runtime = cupy.cuda.runtime
 
-    def settle() -> tuple[int, int, int]:
+    def at_rest() -> tuple[int, int, int]:
         runtime.deviceSynchronize()
         release()
         return in_use(), runtime.memGetInfo()[0], handles()
@@ -103,9 +103,9 @@ def test_a_thousand_calls_under_pressure(framework: str) -> None:
 
         # The first calls on new threads and streams make what later ones share.
         both(CALLS // 10)
-        before = settle()
+        before = at_rest()
         both(CALLS)
-        after = settle()
+        after = at_rest()
     finally:
         runtime.free(ballast)
     assert after[0] <= before[0], "memory in use grew"
