@@ -782,6 +782,42 @@ def test_a_call_like_one_before_is_looked_up() -> None:
     check_looked_up(lambda: attention_kl(*x, causal=True, reduction="mean"), 50)
 
 
+def test_what_is_looked_up_is_what_reading_would_say(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls like one before every address, shape and stride, which is what a kernel gets; and they are looked up."""
+    recalled, found, kept = call._recalled, [], []
+
+    def alone(views: Any) -> list[Any]:
+        inputs, masks, saved = views
+        return [x and (*x[:6], x.ptr) for x in (*inputs, *(masks or {}).values(), *(saved or ()))]
+
+    def compared(framework: Any, made: Any, rows: Any) -> Any:
+        ready = recalled(framework, made, rows)
+        if ready is not None:
+            read = made._read(rows)
+            assert alone(ready.views) == alone(read.views)
+            assert ready.checked is read.checked
+            found.append((made.op.name, rows is not None))
+        return ready
+
+    monkeypatch.setattr(call, "_recalled", compared)
+    for i in range(3):
+        tq, tk, sq, sk = operands(device, seed=i, M=16, N=16)
+        sq, sk = sq.requires_grad_(), sk.requires_grad_()
+        mask = torch.arange(32, device=device).reshape(2, 16) % (i + 2) > 0
+        weights = torch.ones(2, 4, 16, device=device, requires_grad=True)
+        attention_kl(tq, tk, sq, sk, key_mask=mask, causal=True, reduction="sum").backward()
+        out, lse = front.sparse_attention(sq, sk, sk.detach() + 1, return_lse=True)
+        (out.sum() + lse.sum()).backward()
+        streamkl_cupy.attention_kl_to(torch.softmax(tq @ tq.mT, -1), sq, sk, reduction="sum").backward()
+        streamkl_cupy.indexer_kl(tq, tk, sq, sk[:, :1], weights, index_scale=1.0, reduction="sum").backward()
+        rows = streamkl_cupy.attention_kl_forward(tq, tk, sq.detach(), sk.detach())
+        kept.append((tq, tk, sq, sk, rows))  # so that addresses differ
+        streamkl_cupy.attention_kl_backward(rows.kl + 1, tq, tk, sq.detach(), sk.detach(), saved=rows)
+    names = ("attention_kl", "sparse_attention", "attention_kl_to", "indexer_kl")
+    assert {*found} == {(name, back) for name in names for back in (False, True)}
+    assert found.count(("attention_kl", True)) == 4, "of autograd and explicit ones, each twice"
+
+
 def test_subclasses_of_parameters_keep_their_gradient(device: str) -> None:
     class Named(torch.nn.Parameter):
         pass
