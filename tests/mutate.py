@@ -140,6 +140,8 @@ def sites(node: ast.AST) -> Iterator[tuple[ast.AST, list[Any]]]:
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.JoinedStr) or not isinstance(child, ast.AST):
                 continue
+            if isinstance(child, ast.Subscript) and ast.unparse(child.value) == "Literal":
+                continue
             # A row of a table of tiles: whether registers hold it is a matter of compiling, and all else of time.
             if isinstance(child, ast.Call) and re.search(r"(Tile|_)Row$", ast.unparse(child.func)):
                 continue
@@ -331,8 +333,13 @@ def chosen_tests(fault: Fault, module: str, source: Path, options: argparse.Name
 def equivalents(source: Path) -> set[tuple[str, ...]]:
     """Changes that make no difference: module, lines as they are and as they would be."""
     text = (source / "tests" / "equivalents.txt").read_text(encoding="utf-8")
-    entries = [part.splitlines() for part in re.split(r"\n\s*\n", text)]
-    return {tuple(line for line in lines if line[0] != "#") for lines in entries}
+    entries = (part.splitlines() for part in re.split(r"\n\s*\n", text))
+    listed = {found for lines in entries if (found := tuple(line for line in lines if line[0] != "#"))}
+    for module, *lines in listed:
+        there = {line.strip() for line in (source / PACKAGE / f"{module}.py").read_text(encoding="utf-8").splitlines()}
+        if dead := [line for line in lines if line[0] == "-" and line[2:] not in there]:
+            raise SystemExit(f"tests/equivalents.txt: {module}.py has no line {dead[0][2:]!r} any more; drop the entry")
+    return listed
 
 
 def judged(fault: Fault, source: Path, options: argparse.Namespace) -> tuple[str, str, str]:
@@ -345,7 +352,7 @@ def judged(fault: Fault, source: Path, options: argparse.Namespace) -> tuple[str
     old, new = (x.decode().splitlines() for x in (fault.path.read_bytes(), planted(fault)))
     lines = [x for x in difflib.unified_diff(old, new, n=0, lineterm="") if not x.startswith(("---", "+++", "@@"))]
     changed = [f"{x[0]} {x[1:].strip()}" for x in lines]
-    if outcome == "survived" and (module, *changed) in equivalents(source):
+    if outcome == "survived" and (module, *changed) in options.equivalents:
         outcome = "no difference"
     report = f"{outcome} ({time.monotonic() - began:.0f} s, {len(tests)} tests): {PACKAGE}/{module}.py {by}"
     if outcome in ("survived", "timeout"):
@@ -386,6 +393,7 @@ def main() -> None:
         places = [place for path in chosen for place in faults(path)]
         picked = [rng.choice(place) for place in rng.sample(places, min(options.count, len(places)))]
         print(f"{len(picked)} faults in {len(places)} places, --seed {options.seed}", flush=True)
+        options.equivalents = equivalents(source)
         options.changed = sorted({name_of(fault.path) for fault in picked})
         stages = [stages_for(source, name, options) for name in options.changed]
         files = sorted({file for some in stages for stage in some for file in stage})
