@@ -170,7 +170,7 @@ def stages_for(root: Path, module: str, options: argparse.Namespace) -> list[lis
     """Test files that a fault of a module meets: its own, those that import it and the quick ones, and with --all the
     others that take seconds."""
     if options.tests:
-        return [[], options.tests]
+        return [options.tests, []]
     quick = re.search(r"^QUICK = (.*)$", (root / "Makefile").read_text(), re.M)
     assert quick is not None
     words = module.removesuffix("/__init__").split("/")
