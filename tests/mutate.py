@@ -299,7 +299,7 @@ def recorded(file: str, source: Path, options: argparse.Namespace) -> None:
     ):
         return
     began = time.monotonic()
-    kept.write_text(json.dumps(tree_of(source).record(file, options.limit)))
+    kept.write_text(json.dumps(tree_of(source).record(file, 4 * options.limit)))
     print(f"{file}: what its tests run is known, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
