@@ -62,7 +62,8 @@ class Torch(Framework):
         return self.read(name, x, mask)
 
     def alike(self, arrays: Sequence[Any]) -> Callable[..., bool]:
-        if self.guards is not None:
+        # Guards refuse a tensor that stands in two places, as keys that are values too.
+        if self.guards is not None and len({*map(id, arrays)}) == len(arrays):
             shapes, strides = [list(x.shape) for x in arrays], [list(x.stride()) for x in arrays]
             guards = self.guards(*arrays, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
             return guards.check  # type: ignore[no-any-return]
