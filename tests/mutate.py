@@ -314,18 +314,18 @@ def chosen_tests(fault: Fault, module: str, source: Path, options: argparse.Name
     text = fault.path.read_bytes()
     block = block_of(text, text[: fault.start].count(b"\n") + 1)
     here = f"{module}:{block}"
-    found: list[tuple[bool, float, str]] = []  # own ones are the last to be left out
+    found: list[tuple[bool, float, str, bool]] = []  # own ones are the last to be left out
     for i, stage in enumerate(stages_for(source, module, options)):
         for file in stage:
             for name, test in record_of(options.reached / f"{Path(file).stem}.json").tests.items():
                 # What runs on import may be a table that others read.
                 if test.passed and (here in test.blocks or not block or (test.starts_python and not i)):
-                    found.append((i > 0, test.seconds, name))
+                    found.append((i > 0, test.seconds, name, test.starts_python))
     left = {False: options.seconds, True: options.seconds}
     tests = []
-    for away, seconds, name in sorted(found):
+    for away, seconds, name, always in sorted(found):
         left[away] -= seconds
-        if left[away] > 0:
+        if always or left[away] > 0:
             tests.append((seconds, name))
     return [name for _, name in sorted(tests)]
 
