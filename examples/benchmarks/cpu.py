@@ -10,6 +10,7 @@ are busy, times drift by more than they differ, so only those of one run are to 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import math
@@ -146,6 +147,10 @@ def timed(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
             if not missing:
                 of_variants.append(rows[-1])
                 variants.append(Variant(f"{peer.title}: {name}", functools.partial(_prepared, peer, case, name, given)))
+    for variant in variants:
+        # What is compiled is compiled here: where memory is traced that takes minutes. What fails is noted there.
+        with contextlib.suppress(Exception):
+            variant.prepare(0)()
     with report.Progress(len(variants) * (options.rounds + 1), "turn") as bar:
         outcomes = measure(
             variants,

@@ -141,7 +141,7 @@ def cpu(rows: list[Row]) -> str:
     titles = {row["peer"]: row["title"] for row in rows}
     lines = [
         f"{run['card']}, {run['threads']}; NumPy {run['numpy']}, torch {run['torch']}, JAX {run['jax']}, "
-        f"{run['date'][:10]}, float32, M = N. Medians of ms, in turns in one process; in brackets the time over that of this package.",
+        f"{run['date'][:10]}, float32, M = N. Medians of ms, in turns in one process; in brackets the time over ours.",
         "",
         f"| H, N, D | pass | {' | '.join(titles[peer] for peer in peers)} |",
         f"| {' | '.join(['---'] * (len(peers) + 2))} |",
