@@ -16,7 +16,7 @@ format: ## what the check of formats wants, CUDA included
 	clang-format -i $$(find cuda_src -name '*.cu*')
 
 quick: check ## before a commit, within a minute on two cores: the above and the fast tests that prove most
-	$(PYTHON) -m pytest -q -r fE -m "not gpu" $(QUICK:%=tests/test_%.py)
+	$(PYTHON) -m pytest -q -r fE -m "not gpu and not long" $(QUICK:%=tests/test_%.py)
 
 test-cpu: ## everything a machine without a GPU can prove, compiling included
 	$(PYTHON) -m pytest -m "not gpu"

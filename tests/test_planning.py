@@ -54,6 +54,7 @@ def kernels(p: Plan) -> list[Any]:
     return [p.forward, *(kernel for _, kernel in p.gradients), *passes, *([p.combine] if p.combine else [])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tiles_are_the_same_whatever_was_planned_before(arch: str, rng: np.random.Generator) -> None:
     """Rows of a table that fit are kept by what they hang on: of rules, the mask and the divergence."""

@@ -110,6 +110,7 @@ def errors(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_what_plans_promise_is_what_kernels_assert(arch: str, rng: np.random.Generator) -> None:
     """Of each kernel and tile one by lot, with other rules each time; other architectures have one of these two."""
