@@ -14,7 +14,7 @@ from toy_operation import MEANS
 
 from streamkl_cupy import numpy_backend, validate
 from streamkl_cupy.arrays import host
-from streamkl_cupy.call import Call
+from streamkl_cupy.call import KINDS, OF_SIDES, Call
 from streamkl_cupy.numpy_backend.block import canonical
 from streamkl_cupy.numpy_backend.elements import narrow, widen
 from streamkl_cupy.ops import OPS, Op
@@ -143,6 +143,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setitem(OPS, "means", MEANS)
+    monkeypatch.setitem(KINDS, "means", OF_SIDES)
     monkeypatch.setattr(numpy_backend, "Runner", Runner)
     monkeypatch.setattr(Runner, "asked", seen)
     monkeypatch.setattr(validate, "to_problem", to_problem)

@@ -965,7 +965,7 @@ def test_compile_remembers_complaints(cache: Path, capsys: pytest.CaptureFixture
     log = (
         "ptxas info : (C7508) odd\n 8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\nUsed 77 registers"
     )
-    compiler.keep(catalogue._text(entry), entry.kernel.arch, (), compiler._report(b"image", log))
+    compiler.keep(entry.kernel.text, entry.kernel.arch, (), compiler._report(b"image", log))
     (built,) = catalogue.build([entry], store=True)
     assert built.found
     assert (built.registers, built.spill_bytes, len(built.notes)) == (77, 16, 1)
