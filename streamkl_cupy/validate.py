@@ -498,7 +498,7 @@ def _side(op: Op, side: str, operands: dict[str, Operand], chosen: Any) -> Side:
             f"positive numbers, and 1 is the default"
         )
     if softcap is not None and not score.proportional:
-        capped = listed([repr(other) for other, x in SCORES.items() if x.proportional])
+        capped = listed(other for other, x in SCORES.items() if x.proportional)
         raise ValueError(
             f"{named['softcap']}={softcap} beside {named['score']}={name!r}; built are caps of {capped}, whose logits "
             f"are proportional to the scale. Leave one of the two out"

@@ -739,7 +739,9 @@ class _Sunk(torch.autograd.Function):
             value = kl if 0 in of.saved(options, tuple(wanted)) else None
             saved = (grad, teacher_lse, student_lse, value, None)
             found = _Once.apply(*saved, wanted, *arrays, options, numbers, of.op.name)  # type: ignore[no-untyped-call]
-        by_sinks = _SinksOnce.apply(grad, kl, teacher_lse, student_lse, teacher, student, options.divergence)  # type: ignore[no-untyped-call]
+        by_sinks = _SinksOnce.apply(  # type: ignore[no-untyped-call]
+            grad, kl, teacher_lse, student_lse, teacher, student, options.divergence, of.op.name
+        )
         nothing = (None,) * (len(needed) - len(wanted) - 2)
         return (*(g if w else None for g, w in zip(found, wanted)), *nothing, *by_sinks)
 
@@ -749,22 +751,23 @@ class _Sunk(torch.autograd.Function):
 
 
 class _SinksOnce(torch.autograd.Function):
-    """Derivatives by sinks' logits, which nothing may differentiate: what they are made of is as good as constant."""
+    """Derivatives by sinks' logits, which nothing may differentiate: what they are made of is as good as constant.
+    The last argument names the operation."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*args: Any) -> tuple[Any, ...]:
-        grad, *rows, teacher, student, divergence = args
+        grad, *rows, teacher, student, divergence, _ = args
         return tuple(sinks.gradients(torch, grad, tuple(rows), Sinks(teacher, student), divergence))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        ctx.of = _operators[inputs[-1]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
-        raise NotImplementedError(_operators["attention_kl"].no_second_order)
+        raise NotImplementedError(ctx.of.no_second_order)
 
 
 class _Once(torch.autograd.Function):

@@ -26,7 +26,6 @@ from ..rules.row_keys import RowKeys
 from ..validate import MAX_SCALE, same_place
 
 SPECS = INDEXER_KL.operand
-LIKE = INDEXER_KL.like
 Views = dict[str, ArrayView]
 _MAY_LACK = {ord(letter): None for spec in INDEXER_KL.operands for letter in spec.may_lack}
 _WORDS = {

@@ -210,7 +210,8 @@ class _Block:
         if not self.run.operands.teacher:
             return
         found = self._log_sum_exps() if lses is None else lses
-        self.lse2 = np.where(np.isinf(found), np.inf, found * LOG2E).astype(self.scratch.dtype)
+        found = found.astype(self.scratch.dtype, copy=False)
+        self.lse2 = np.where(np.isinf(found), np.inf, found * LOG2E)
         if lses is None:
             self.natural_lse = found
 

@@ -106,9 +106,16 @@ def _launch(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where:
     count = (where.stop - where.start) * each
     if not entries * count:
         return
-    arrays = (rows.kl, rows.teacher_lse, rows.student_lse, rows.moments, some.moments)
-    pointers = FRAMEWORKS[like.framework].addresses(arrays)
-    data = JOIN_STATES.packer.pack(entries, count, shape[axis] * each, where.start * each, *pointers)
+    arrays = {
+        "value": rows.kl,
+        "teacher_lse": rows.teacher_lse,
+        "student_lse": rows.student_lse,
+        "states": rows.moments,
+        "others": some.moments,
+    }
+    pointers = dict(zip(arrays, FRAMEWORKS[like.framework].addresses(tuple(arrays.values())), strict=True))
+    extents = {"entries": entries, "count": count, "pitch": shape[axis] * each, "first": where.start * each}
+    data = JOIN_STATES.pack({**extents, **pointers})
     packed = (ctypes.c_char * len(data)).from_buffer_copy(data)
     parameters = ctypes.c_void_p(ctypes.addressof(packed))
     stream, cupy = stream_of(like), import_cupy()

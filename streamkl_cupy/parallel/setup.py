@@ -168,15 +168,13 @@ def job_of(
         raise trouble
     refusing = [rank for rank, row in enumerate(table) if not row[0]]
     if refusing:
-        raise RuntimeError(
-            f"rank {ranks.rank} could call, but {listed([f'rank {r}' for r in refusing])} could not: the error is there"
-        )
+        raise RuntimeError(f"rank {ranks.rank} could call, but {_ranks_named(refusing)} could not: the error is there")
     for at, what in enumerate(_COMPARED, start=3):
         others = [rank for rank, row in enumerate(table) if row[at] != table[0][at]]
         if others:
             mine = compared[at - 3]
             raise ValueError(
-                f"{what} differ between rank 0 and {listed([f'rank {r}' for r in others])}; all ranks of a group call "
+                f"{what} differ between rank 0 and {_ranks_named(others)}; all ranks of a group call "
                 f"with the same. Here, on rank {ranks.rank}: {mine}"
             )
     rows, keys = _owners(asked.ownership, [row[1] for row in table], [row[2] for row in table])
@@ -186,6 +184,10 @@ def job_of(
         _agreed.pop(next(iter(_agreed)), None)
     _agreed[key] = agreed
     return _job(ranks, engine, inputs, call, axes, agreed)
+
+
+def _ranks_named(numbers: Sequence[int]) -> str:
+    return ", ".join(f"rank {number}" for number in numbers)
 
 
 def agreed_shards(ranks: Ranks, x: Any, axis: int, ownership: Any) -> tuple[Runs, ...]:
@@ -203,7 +205,7 @@ def agreed_shards(ranks: Ranks, x: Any, axis: int, ownership: Any) -> tuple[Runs
         raise trouble
     if others := [rank for rank, row in enumerate(table) if row[0] * row[2] != table[0][0] * table[0][2]]:
         raise ValueError(
-            f"shards differ between rank 0 and {listed([f'rank {r}' for r in others])} in more than their length; all "
+            f"shards differ between rank 0 and {_ranks_named(others)} in more than their length; all "
             f"ranks of a group call with the same. Here, on rank {ranks.rank}: {compared}"
         )
     lengths = [row[1] for row in table]
