@@ -172,6 +172,8 @@ def check_gradient(
     # Rows are judged one by one, each by what it is made of: a small row that is wrong drowns in the norm of all.
     row_error, row_norm, row_noise, row_blur = (np.linalg.norm(x, axis=-1) for x in (a - e, e, noise, blur))
     row_allowed = 3 * bound * (row_norm + row_noise) + 4 * row_blur + 2 * tiny * float(e.shape[-1]) ** 0.5
+    # A logit is rounded once however it is computed, and all of a small row that large terms cancel in may be of one.
+    row_allowed += epsilon * np.linalg.norm(rough, axis=-1)
     # Probabilities below 2^-126 are 0 in float32, which matters to a row made of nothing else.
     row_allowed += 1e-30 * row_blur.max(initial=0) / epsilon
     bad = row_error > row_allowed
