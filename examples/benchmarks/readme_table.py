@@ -1,8 +1,8 @@
 """Write the tables of README and pages from the committed results, so that no number is copied by hand.
 
 Of one benchmark CSV, docs/performance.md gets all and README six rows; all that have a place for it get the table of a
-training step, from what examples/hf_distill.py printed, that of the shapes that trainers have, from a CSV of
-`bench --shapes`, and that of the CPU, from one of cpu.py.
+training step, from what examples/hf_distill.py printed, and that of the shapes that trainers have, from a CSV of
+`bench --shapes`.
 
 python examples/benchmarks/readme_table.py
 python examples/benchmarks/readme_table.py --check
@@ -22,8 +22,7 @@ PAGES = tuple(ROOT / name for name in ("README.md", "docs/index.md", "docs/perfo
 RESULTS = HERE / "h100.csv"
 STEP = HERE / "h200_step.txt"
 SHAPES = HERE / "h200_shapes.csv"
-CPU = HERE / "cpu.csv"
-TABLES = ("performance", "six rows", "step", "shapes", "cpu")
+TABLES = ("performance", "six rows", "step", "shapes")
 PASSES = ("forward", "backward", "value_and_grad")
 HEAD = (
     "B·H, N, D",
@@ -134,33 +133,6 @@ def shapes(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def cpu(rows: list[Row]) -> str:
-    """The table of the CPU: every peer's median beside this package's, slower and faster ones alike."""
-    run = rows[0]
-    peers = list(dict.fromkeys(row["peer"] for row in rows))
-    titles = {row["peer"]: row["title"] for row in rows}
-    lines = [
-        f"{run['card']}, {run['threads']}; NumPy {run['numpy']}, torch {run['torch']}, JAX {run['jax']}, "
-        f"{run['date'][:10]}, float32, M = N. Medians of ms, in turns in one process; in brackets the time over ours.",
-        "",
-        f"| H, N, D | pass | {' | '.join(titles[peer] for peer in peers)} |",
-        f"| {' | '.join(['---'] * (len(peers) + 2))} |",
-    ]
-    cases: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        case = f"{row['heads']}, {int(row['queries']):,}, {row['dim']}{', causal' if row['causal'] == 'True' else ''}"
-        cases.setdefault((case, row["pass"].replace("_", " ")), {})[row["peer"]] = row
-    for case, found in cases.items():
-        ours = float(found["streamkl"]["ms_median"])
-        cells = []
-        for peer in peers:
-            ms = found[peer]["ms_median"]
-            times = "" if peer == "streamkl" or not ms else f" ({float(ms) / ours:.2f})"
-            cells.append(f"{float(ms):.0f}{times}" if ms else found[peer]["status"])
-        lines.append(f"| {' | '.join((*case, *cells))} |")
-    return "\n".join(lines)
-
-
 def _caption(rows: list[Row]) -> str:
     run = next(row for row in rows if row["peer"] == "streamkl")
     products = sorted(float(row["tflops"]) for row in rows if row["pass"] == "matmul" and row["tflops"])
@@ -239,7 +211,6 @@ def expected(text: str, results: Path = RESULTS, printed: Path = STEP) -> str:
         "six rows": lambda: section(rows, few=True) if rows else "",
         "step": lambda: step(printed.read_text(encoding="utf-8")) if printed.exists() else "",
         "shapes": lambda: shapes(_read(SHAPES)) if SHAPES.exists() else "",
-        "cpu": lambda: cpu(_read(CPU)) if CPU.exists() else "",
     }
     found = [name for name in TABLES if f"<!-- {name}:begin -->" in text]
     if not found:

@@ -14,13 +14,12 @@ upstream rows that are not finite are 0 in products, and the pairs that do see t
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..concurrency.threads import Team
-from ..rules.divergences.sums import LARGEST_MEAN, LN2
+from ..rules.divergences.sums import LN2, REFERENCE_SLACK
 from .block import Array, Block, Half, Scratch, Segment, Tile, not_finite, poison
 from .blocks import BackwardTask, Blocks
 from .elements import narrow, widen
@@ -51,51 +50,31 @@ class RowState:
         self.reference, self.total = np.zeros((2, *shape), dtype)
         self.sums = np.zeros((*shape, width), dtype)
         self.seen = np.zeros(shape, np.bool_)
-        self._far: Array | None = None
-        """Which rows of the tile that came last lie too far above their references, and were left out."""
 
-    def part(self, rows: slice) -> RowState:
-        """The state of some rows, in the same arrays, for one tile."""
-        part = copy.copy(self)
-        part.reference, part.total, part.seen = (x[..., rows] for x in (self.reference, self.total, self.seen))
-        part.sums = self.sums[:, :, rows]
-        return part
-
-    def absorb(self, logits: Array, values: Values, tile: Tile, scratch: Scratch) -> bool:
-        """Add a tile of keys: base-2 logits less the references, which are overwritten. False where some rows lie
-        too far above these: they have been left out, and the tile has to come once more."""
-        again = self._far
-        if again is None:
-            seen = np.asarray(tile.visible is None or tile.visible.any(axis=-1))
-            self._move(logits, seen & ~self.seen)
-            self.seen |= seen
-        else:
-            self._move(logits, again)
-        p = np.exp2(logits, out=logits)
-        total = np.matmul(p, np.ones((p.shape[3], 1), p.dtype))[..., 0]
-        # A row whose reference has just moved is not far, nor is a NaN, which has to reach the sums.
-        far = total > LARGEST_MEAN * p.shape[3]
-        self._far = far if again is None and far.any() else None
-        # What a row adds must not hang on whether others come again.
-        rows = again if self._far is None else ~far
-        self.total += total if rows is None else np.where(rows, total, total.dtype.type(0))
+    def absorb(self, logits: Array, values: Values, tile: Tile, scratch: Scratch) -> None:
+        """Add a tile of keys: base-2 logits, which are overwritten."""
         v = values.read(tile)
+        self._move(logits.max(axis=-1), np.asarray(tile.visible is None or tile.visible.any(axis=-1)))
+        logits -= self.reference[..., None]
+        p = np.exp2(logits, out=logits)
+        self.total += p.sum(axis=-1)
         if values.bad is not None:
             poison(p, np.repeat(values.bad, p.shape[1] // v.shape[1], axis=1)[:, :, None, :], tile.visible)
         product = scratch("product", self.sums.shape)
         np.matmul(fold(p, v.shape[1]), v, out=fold(product, v.shape[1]))
-        self.sums += product if rows is None else np.where(rows[..., None], product, product.dtype.type(0))
-        return self._far is None
+        self.sums += product
 
-    def _move(self, logits: Array, move: Array) -> None:
-        """Move the references of some rows to a tile's largest logits, and all that is relative to them."""
+    def _move(self, top: Array, seen: Array) -> None:
+        """Move the references to a tile's largest logits where they lag too far behind or do not exist yet."""
+        # A NaN never compares larger; it reaches the sums through the logits themselves.
+        move = (seen & ~self.seen) | (top > self.reference + REFERENCE_SLACK)
         if move.any():
-            step = np.where(move, logits.max(axis=-1), logits.dtype.type(0))
+            step = np.where(move, top - self.reference, 0)
             shrink = np.where(self.seen, np.exp2(-step), 0)
             self.reference += step
-            logits -= step[..., None]
-            self.total[...] = np.where(self.seen, shrink * self.total, 0)
-            self.sums[...] = np.where(self.seen[..., None], shrink[..., None] * self.sums, 0)
+            self.total = np.where(self.seen, shrink * self.total, 0)
+            self.sums = np.where(self.seen[..., None], shrink[..., None] * self.sums, 0)
+        self.seen |= seen
 
     def finish(self, offset: Array | float) -> tuple[Array, Array]:
         """(out, lse) of rows whose logits lack so much in base 2: 0 and -inf for a row without keys."""
@@ -149,8 +128,8 @@ def tile_gradients(
 ) -> TileGradients:
     """Gradients by a tile's values and by its logits, those that are wanted."""
     by_values, by_logits = wanted
-    grad = rows.grad[:, :, tile.q]
     p = half.logits(tile, by_logits)
+    p -= (rows.lse / LN2 - half.offset)[..., None]
     np.exp2(p, out=p)
     if tile.visible is not None:
         np.copyto(p, 0, where=~tile.visible)  # a row whose log-sum-exp is NaN has that everywhere
@@ -158,8 +137,8 @@ def tile_gradients(
     if by_logits:
         v = values.read(tile)
         d_logits = scratch("d_logits", p.shape)
-        np.matmul(fold(grad, v.shape[1]), v.swapaxes(-1, -2), out=fold(d_logits, v.shape[1]))
-        d_logits -= rows.delta[..., tile.q, None]
+        np.matmul(fold(rows.grad, v.shape[1]), v.swapaxes(-1, -2), out=fold(d_logits, v.shape[1]))
+        d_logits -= rows.delta[..., None]
         d_logits *= p
         if tile.visible is not None:
             np.copyto(d_logits, 0, where=~tile.visible)
@@ -168,10 +147,10 @@ def tile_gradients(
         half.clean(d_logits, tile)
     if by_values:
         if rows.bad is not None:
-            poison(p, rows.bad[..., tile.q, None], tile.visible)
+            poison(p, rows.bad[..., None], tile.visible)
         heads = half.keys.shape[1]
-        d_values = scratch("value", (*half.keys.shape[:3], grad.shape[-1]))
-        np.matmul(fold(p, heads).swapaxes(-1, -2), fold(grad, heads), out=d_values)
+        d_values = scratch("value", (*half.keys.shape[:3], rows.grad.shape[-1]))
+        np.matmul(fold(p, heads).swapaxes(-1, -2), fold(rows.grad, heads), out=d_values)
     return TileGradients(d_values, d_logits)
 
 
@@ -190,12 +169,9 @@ class AttentionBlocks(Blocks):
         (half,) = self.halves(views, at, scratch)
         values = self._values(views, at, half, scratch)
         state = RowState(half.q.shape[:3], views["value"].shape[-1], self.dtype)
-        half.lower(state.reference)
         for tile in self.tiles(segment, at):
             team.pause()
-            rows, taken = state.part(tile.q), False
-            while not taken:  # twice where logits lie far above the references
-                taken = rows.absorb(half.logits(tile), values, tile, scratch)
+            state.absorb(half.logits(tile), values, tile, scratch)
         out, lse = state.finish(half.offset)
         return lse, out
 
@@ -206,7 +182,6 @@ class AttentionBlocks(Blocks):
         values = self._values(views, at, half, scratch)
         saved = {name: widen(x[at], np.empty(x[at].shape, self.dtype)) for name, x in group.rows.items()}
         rows = UpstreamRows.of(saved["grad"], saved["out"], saved["lse"], saved.get("grad_lse"))
-        half.lower(rows.lse / LN2, whole=True)
         # The scale weighs whole rows; rows without keys weigh nothing whatever memory holds.
         weight = np.where(rows.empty, self.dtype.type(0), self.dtype.type(half.factor))
         wanted = "value" in grads, "query" in grads or "key" in grads
@@ -217,14 +192,14 @@ class AttentionBlocks(Blocks):
             team.pause()
             found = tile_gradients(half, values, rows, tile, wanted, scratch)
             if dq is not None and found.logits is not None:
-                half.add_dq(dq[:, :, tile.q], found.logits)
+                half.add_dq(dq, found.logits)
             if weighted_q is not None and found.logits is not None:
                 total = group.totals["key"][:, heads][:, : half.keys.shape[1]]
                 half.add_dk(total, tile, found.logits, weighted_q, task.turn)
             if found.values is not None:
                 task.turn.wait(tile.end)
                 group.totals["value"][:, heads][:, : half.keys.shape[1], tile.k] += found.values
-            task.turn.reach(tile.reached)
+            task.turn.reach(tile.end)
         if dq is not None:
             dq += half.lacking(rows.by_lse)
             out = grads["query"]

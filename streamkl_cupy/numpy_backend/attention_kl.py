@@ -38,13 +38,9 @@ class KLBlocks(Blocks):
         state: RowState = self._divergence.row_state(teacher.q.shape[:3], self.dtype, self.problem.entropy)
         for later in (None, *self._divergence.later_states):
             state = state if later is None else later(state)
-            for half, references in zip((teacher, student), state.references, strict=True):
-                half.lower(references)
             for tile in self.tiles(segment, at):
                 team.pause()
-                rows, taken = state.part(tile.q), False
-                while not taken:  # twice where logits lie far above the references
-                    taken = rows.absorb(teacher.logits(tile), student.logits(tile), tile.visible, scratch)
+                state.absorb(teacher.logits(tile), student.logits(tile), tile.visible, scratch)
         results = state.finish(teacher.offset, student.offset)
         if self.problem.some_keys:
             assert isinstance(state, Sums), "states of rows that merge are of one pass"
@@ -69,6 +65,7 @@ class KLBlocks(Blocks):
             value = saved["moments"][..., None, :]
         # -inf marks a row without keys: not a number to subtract, and the row weighs nothing whatever memory holds.
         empty = np.isneginf(saved["teacher_lse"])
+        lses: list[Array] = []
         # Upstream gradient and both factors weigh whole rows, so they multiply the m x D side of each product, not the
         # m x n one.
         weight = {
@@ -77,13 +74,16 @@ class KLBlocks(Blocks):
         }
         dq = {half.name: np.zeros(half.q.shape, self.dtype) for half in halves if f"{half.name}_q" in grads}
         weighted_q = {half.name: half.weighted(weight[half.name]) for half in halves if f"{half.name}_k" in grads}
-        for half in halves:
-            half.lower(np.where(empty, 0, saved[f"{half.name}_lse"] * LOG2E), whole=True)
         for tile in self.tiles(segment, at):
             team.pause()
             x, y = (half.logits(tile, want) for half, want in zip(halves, wanted, strict=True))
-            of_rows = value[:, :, tile.q] if isinstance(value, np.ndarray) else value
-            both = divergence.tile_gradients(x, y, of_rows, wanted, tile.visible, scratch)
+            # What the logits lack is known with the first tile.
+            lses = lses or [
+                np.where(empty, 0, saved[f"{half.name}_lse"] * LOG2E - half.offset)[..., None] for half in halves
+            ]
+            x -= lses[0]
+            y -= lses[1]
+            both = divergence.tile_gradients(x, y, value, wanted, tile.visible, scratch)
             for half, d_logits in zip(halves, both, strict=True):
                 if d_logits is None:
                     continue
@@ -91,12 +91,12 @@ class KLBlocks(Blocks):
                     d_logits *= half.slopes
                 half.clean(d_logits, tile)
                 if half.name in dq:
-                    half.add_dq(dq[half.name][:, :, tile.q], d_logits)
+                    half.add_dq(dq[half.name], d_logits)
                 if half.name in weighted_q:
                     heads = slice(half.key_heads.start - group.first_head // half.group, None)
                     total = group.totals[f"{half.name}_k"][:, heads][:, : half.keys.shape[1]]
                     half.add_dk(total, tile, d_logits, weighted_q[half.name], task.turn)
-            task.turn.reach(tile.reached)
+            task.turn.reach(tile.end)
         for half in halves:
             if half.name in dq:
                 out = grads[f"{half.name}_q"]

@@ -14,7 +14,6 @@ from ..ops import Op
 from ..problem import Side
 from ..rules.masks import Scene
 from ..rules.scores import score_of
-from ..rules.scores.interface import LOG2E
 from .elements import narrow, widen
 from .plan import NumPyPlan
 
@@ -111,25 +110,11 @@ class Tile(NamedTuple):
 
     k: slice | Array
     visible: Array | None
-    q: slice = slice(None)
-    """Which rows of the block: what others see of these keys is in other tiles, if they see any."""
-    more: bool = False
-    """Whether the next tile has the same keys."""
-
-    @property
-    def start(self) -> int:
-        """The first key."""
-        return int(self.k.start if isinstance(self.k, slice) else self.k[0])
 
     @property
     def end(self) -> int:
         """The key after the last one."""
         return int(self.k.stop if isinstance(self.k, slice) else self.k[-1] + 1)
-
-    @property
-    def reached(self) -> int:
-        """The key below which the block has nothing more after this tile."""
-        return self.start if self.more else self.end
 
 
 class Segment(NamedTuple):
@@ -156,15 +141,7 @@ class Half:
         self._all_keys = k[at.b, self.key_heads]
         rows = q[at.b, at.h, at.q]
         self.q = widen(rows, scratch(f"{name}_q", rows.shape))
-        self.keys = self._columns = self.q
-        self._read: slice | Array | None = None
-        self._rows: Array = self.q
-        self._less: Array | None = None
-        self._whole = False
-        if self.score.linear:
-            # One column more: beside keys with a 1 there, a product is a logit as it is wanted, without a pass over it.
-            self._rows = scratch(f"{name}_rows", (*rows.shape[:3], rows.shape[3] + 1))
-            np.multiply(self.q, self.factor * LOG2E, out=self._rows[..., :-1])
+        self.keys = self.q
         self.common: Array | None = None
         self.offset: Array | float = 0.0
         """What a row's logits lack in base 2, (b, h, m): the query times the common part of the keys."""
@@ -174,62 +151,31 @@ class Half:
         """What gradients of the tile's logits are multiplied by to be those of dot products; None for 1."""
 
     def _fold(self, x: Array) -> Array:
-        """(b, h, m, x) -> (b, hk, h / hk * m, x): the query heads of one key head become more rows of it. Not of some
-        rows where that is written to: of several heads these are copied."""
+        """(b, h, m, x) -> (b, hk, h / hk * m, x): the query heads of one key head become more rows of it."""
         b, hk = self._all_keys.shape[:2]
         return x.reshape(b, hk, x.shape[1] // hk * x.shape[2], x.shape[3])
 
-    def lower(self, by: Array, whole: bool = False) -> None:
-        """Have logits less by what `by` (b, h, m) holds when a tile is read, beside `offset`, or as the `whole`."""
-        self._less, self._whole = by, whole
-
-    def _lowered(self, tile: Tile) -> Array | float:
-        """What the logits of a tile's rows are less by, beside `offset`."""
-        if self._less is None:
-            return 0.0
-        if self._whole:  # `offset` is known with the first tile
-            self._less, self._whole = np.asarray(self._less - self.offset), False
-        return self._less[..., tile.q]
-
     def logits(self, tile: Tile, differentiated: bool = False) -> Array:
-        """Read a tile of keys and return its base-2 logits (b, h, m, n) less `offset` and what they are lowered by,
-        -inf where not visible; where they are differentiated, find their `slopes`."""
-        if tile.k is not self._read:
-            self._read_keys(tile)
-        rows, less = self._rows[:, :, tile.q], self._lowered(tile)
-        if self.score.linear:
-            # Not np.negative, which NumPy 2.4 gets wrong for a few numbers that lie apart.
-            np.multiply(less, -1, out=rows[..., -1])
-        out = self.scratch(f"{self.name}_logits", (*rows.shape[:3], self._columns.shape[3]))
-        np.matmul(self._fold(rows), self._columns, out=self._fold(out))
+        """Read a tile of keys and return its base-2 logits (b, h, m, n) less `offset`, -inf where not visible; where
+        they are differentiated, find their `slopes`."""
+        k: Array = self._all_keys[:, :, tile.k]
+        # BLAS takes rows at any distance, as long as a row itself is dense and of the working type.
+        if k.dtype != self.q.dtype or k.strides[-1] != k.itemsize or k.strides[-2] < k.itemsize * k.shape[-1]:
+            k = widen(k, self.scratch(f"{self.name}_k", k.shape))
+        if not self._looked:
+            self._look(k, tile)
+        if self.common is not None:
+            k = np.subtract(k, self.common, out=self.scratch(f"{self.name}_k", k.shape))
+        self.keys = k
+        out = self.scratch(f"{self.name}_logits", (*self.q.shape[:3], k.shape[2]))
+        np.matmul(self._fold(self.q), k.swapaxes(-1, -2), out=self._fold(out))
         self.slopes = self._slopes(out.shape) if differentiated else None
-        if not self.score.linear:
-            out = self.score.tile_logits(out, self.scale, self.slopes)
-            if isinstance(less, np.ndarray):
-                out -= less[..., None]
+        out = self.score.tile_logits(out, self.scale, self.slopes)
         if tile.visible is not None:
             np.copyto(out, -np.inf, where=~tile.visible)
             if self.slopes is not None:
                 np.copyto(self.slopes, 0, where=~tile.visible)
         return out
-
-    def _read_keys(self, tile: Tile) -> None:
-        k: Array = self._all_keys[:, :, tile.k]
-        if self.score.linear:
-            # Keys as columns, which BLAS reads faster than rows a power of two apart.
-            room = self.scratch(f"{self.name}_k", (*k.shape[:2], k.shape[3] + 1, k.shape[2]))
-            room[:, :, -1] = 1
-            k = widen(k, room[:, :, :-1].swapaxes(-1, -2))
-        else:
-            # BLAS takes rows at any distance, as long as a row itself is dense and of the working type.
-            if k.dtype != self.q.dtype or k.strides[-1] != k.itemsize or k.strides[-2] < k.itemsize * k.shape[-1]:
-                k = widen(k, self.scratch(f"{self.name}_k", k.shape))
-            room = k.swapaxes(-1, -2)
-        if not self._looked:
-            self._look(k, tile)
-        if self.common is not None:
-            k -= self.common
-        self._read, self.keys, self._columns = tile.k, k, room
 
     def _slopes(self, shape: tuple[int, ...]) -> Array | None:
         return None if self.score.linear else self.scratch(f"{self.name}_slopes", shape)
@@ -268,10 +214,10 @@ class Half:
             return
         bad: Array = np.zeros(d_logits.shape, np.bool_)
         if self.bad_rows is not None:
-            bad |= self.bad_rows[..., tile.q, None]
+            bad |= self.bad_rows[..., None]
         if bad_keys is not None:
             bad |= np.repeat(bad_keys, self.q.shape[1] // self.keys.shape[1], axis=1)[:, :, None, :]
-            self._read, self.keys = None, np.where(bad_keys[..., None], 0, self.keys)
+            self.keys = np.where(bad_keys[..., None], 0, self.keys)
         d_logits[bad if tile.visible is None else bad & tile.visible] = np.nan
 
     def weighted(self, weight: Array) -> Array:
@@ -298,7 +244,7 @@ class Half:
     def add_dk(self, total: Array, tile: Tile, d_logits: Array, weighted_q: Array, turn: Turn) -> None:
         """total (b, hk, N, D) += d_logits^T weighted_q at the keys of the tile, when it is the block's turn."""
         product = self.scratch("product", self.keys.shape)
-        np.matmul(self._fold(d_logits).swapaxes(-1, -2), self._fold(weighted_q[:, :, tile.q]), out=product)
+        np.matmul(self._fold(d_logits).swapaxes(-1, -2), self._fold(weighted_q), out=product)
         turn.wait(tile.end)
         total[:, :, tile.k] += product
 

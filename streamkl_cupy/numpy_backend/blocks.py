@@ -16,9 +16,6 @@ from ..problem import Problem
 from ..rules import masks as rules
 from .block import Array, Block, Half, Scratch, Segment, Tile, Totals, slices
 
-ROWS_OF_A_SPAN = 128
-"""Rows of a block that a mask is asked about together: keys that none of them sees are not computed for them."""
-
 
 class ForwardTask(NamedTuple):
     """One block of the forward, with what it reads and where its rows go."""
@@ -99,39 +96,19 @@ class Blocks(ABC):
             arrays={name: x[at.b] for name, x in segment.scene.arrays.items()}, heads=range(at.h.start, at.h.stop)
         )
         k0, k1 = rules.key_range(self._mask, scene, q0, q1)
-        spans = [rules.key_range(self._mask, scene, q.start, q.stop) for q in slices(q1, ROWS_OF_A_SPAN, q0)]
         some = rules.holes(self._mask, scene, q0, q1, k0, k1)
         if some is None or some.all():
             for k in slices(k1, step, k0):
-                yield from self._of_rows(scene, at, k, spans)
+                if rules.full(self._mask, scene, q0, q1, k.start, k.stop):
+                    yield Tile(k, None)
+                else:
+                    yield Tile(k, rules.visible(self._mask, scene, np.arange(q0, q1), np.arange(k.start, k.stop)))
             return
         picked = k0 + np.flatnonzero(some)
         for part in slices(len(picked), step):
             keys = picked[part]
-            if (q := _rows(at, spans, keys[0], keys[-1] + 1)) is not None:
-                visible = rules.visible(self._mask, scene, _places(q), keys)
-                yield Tile(keys, None if visible.all() else visible, _inside(at, q))
-
-    def _of_rows(self, scene: rules.Scene, at: Block, k: slice, spans: list[tuple[int, int]]) -> Iterator[Tile]:
-        """The tiles of a stretch of keys: rows that see all of it are apart from those that see some of it."""
-        q = _rows(at, spans, k.start, k.stop)
-        if q is None:
-            return
-        if rules.full(self._mask, scene, q.start, q.stop, k.start, k.stop):
-            yield Tile(k, None, _inside(at, q))
-            return
-        runs: list[tuple[slice, bool]] = []
-        for rows in slices(q.stop, ROWS_OF_A_SPAN, q.start):
-            full = rules.full(self._mask, scene, rows.start, rows.stop, k.start, k.stop)
-            if runs and runs[-1][1] == full:
-                runs[-1] = slice(runs[-1][0].start, rows.stop), full
-            else:
-                runs.append((rows, full))
-        for i, (rows, full) in enumerate(runs, 1):
-            visible = None
-            if not full:
-                visible = rules.visible(self._mask, scene, _places(rows), _places(k))
-            yield Tile(k, visible, _inside(at, rows), more=i < len(runs))
+            visible = rules.visible(self._mask, scene, np.arange(q0, q1), keys)
+            yield Tile(keys, None if visible.all() else visible)
 
     def halves(self, views: dict[str, Array], at: Block, scratch: Scratch) -> list[Half]:
         """Queries and keys of each side, inside a block."""
@@ -140,22 +117,3 @@ class Blocks(ABC):
             Half(name, side, (views[op.pair(name)[0].name], views[op.pair(name)[1].name]), at, scratch, all_keys)
             for name, side in self.problem.sides.items()
         ]
-
-
-def _rows(at: Block, spans: list[tuple[int, int]], k0: int, k1: int) -> slice | None:
-    """The rows of a block between the first and the last that may see some of the keys [k0, k1); None: none does."""
-    seeing = [i for i, (start, stop) in enumerate(spans) if start < k1 and k0 < stop]
-    if not seeing:
-        return None
-    start, stop = (at.q.start + i * ROWS_OF_A_SPAN for i in (seeing[0], seeing[-1] + 1))
-    return slice(start, min(stop, at.q.stop))
-
-
-def _inside(at: Block, q: slice) -> slice:
-    """Rows as they are counted in the block."""
-    return slice(q.start - at.q.start, q.stop - at.q.start)
-
-
-def _places(x: slice) -> Array:
-    """Rows or keys by number: what masks count with fits into 32 bits, and is compared in half the time."""
-    return np.arange(x.start, x.stop, dtype=np.int32)

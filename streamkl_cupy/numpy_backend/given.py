@@ -24,7 +24,6 @@ class GivenHalf(Half):
     def __init__(self, name: str, side: Side, target: Array, at: Block, scratch: Scratch, zeros: bool) -> None:
         self.name, self.group, self.scratch = name, side.group, scratch
         self.score, self.factor, self.offset, self.slopes = score_of(side), 1.0, 0.0, None
-        self._less, self._whole = None, False
         self._zero = ZERO if zeros else -np.inf
         self._all = target[at.b, at.h if target.shape[1] > 1 else slice(0, 1), at.q]
         self._start = at.b.start, at.h.start, at.q.start
@@ -34,13 +33,11 @@ class GivenHalf(Half):
         self.q = np.empty((shape[0], at.h.stop - at.h.start, shape[2], 0), scratch.dtype)
 
     def logits(self, tile: Tile, differentiated: bool = False) -> Array:
-        """Read a tile and return base-2 logits (b, h, m, n) less what they are lowered by, -inf where not visible."""
-        x = self._all[:, :, tile.q][..., tile.k]
-        out = self.scratch(f"{self.name}_logits", (x.shape[0], self.q.shape[1], *x.shape[2:]))
+        """Read a tile and return base-2 logits (b, h, m, n), -inf where not visible."""
+        x = self._all[..., tile.k]
+        out = self.scratch(f"{self.name}_logits", (*self.q.shape[:3], x.shape[3]))
         out = self.score.tile_logits(widen(x, out), 1.0, None)
         np.copyto(out, self._zero, where=out < ZERO)
-        if self._less is not None:
-            out -= self._less[..., tile.q, None]
         if tile.visible is not None:
             np.copyto(out, -np.inf, where=~tile.visible)
         return out
@@ -55,21 +52,19 @@ class GivenHalf(Half):
         """
         kept, seen = np.zeros(self.q.shape[:3], self.q.dtype), np.zeros(self.q.shape[:3], np.bool_)
         for tile in tiles:
-            x = self._probabilities(tile.k, tile.q)
+            x = self._probabilities(tile.k)
             if tile.visible is None:
-                seen[..., tile.q] = True
+                seen[...] = True
             else:
-                seen[..., tile.q] |= tile.visible.any(axis=-1)
+                seen |= tile.visible.any(axis=-1)
                 x = np.where(tile.visible, x, 0)
             if (x < 0).any():
-                negative = np.zeros_like(seen)
-                negative[..., tile.q] = (x < 0).any(axis=-1)
                 self._refuse(
-                    negative,
+                    np.asarray((x < 0).any(axis=-1)),
                     f"holds {x[x < 0][0]:.6g} in",
                     "; a probability is 0 or more: for logarithms pass log_target=True",
                 )
-            kept[..., tile.q] += x.sum(axis=-1)
+            kept += x.sum(axis=-1)
         total = np.zeros_like(kept)
         for k in slices(keys, step):
             total += self._probabilities(k).sum(axis=-1)
@@ -93,8 +88,8 @@ class GivenHalf(Half):
             )
             self._refuse(bad, f"{what} to {1 + off[bad][0]:.6g} in", f"; probabilities of a row sum to 1: {way}")
 
-    def _probabilities(self, k: slice | Array, q: slice = slice(None)) -> Array:
-        x = self._all[:, :, q][..., k]
+    def _probabilities(self, k: slice | Array) -> Array:
+        x = self._all[..., k]
         x = widen(x, self.scratch(f"{self.name}_logits", x.shape))
         return np.exp(x, out=x) if self.score is LOG_PROBABILITY else x
 

@@ -13,10 +13,10 @@ from ..rules import divergences
 from ..rules.masks import differs_by_entry, parts_of
 from ..rules.scores import score_of
 
-# Measured at N = 2048, D = 64, float32 on one core of an Ice Lake Xeon that others share, ns of CPU time for a pair,
-# forward and backward: 6.1, 7.9 with 2048 x 256; 6.2, 8.3 with 1024 x 512; 7.5, 8.8 with 256 x 512; 8.6, 10.6 with
-# 128 x 512.
-QUERY_TILE, KEY_TILE = 2048, 256
+# Measured at N = 4096, D = 64, float32 on one Zen 4 core: 79 ms for the forward with 1024 x 512, 83 with 512 x 512, 88
+# with 256 x 512 and 96 with 128 x 512. Taller still would waste work under a causal mask, where a block computes about
+# half of its diagonal tiles in vain: there it is 75, 58, 54 and 57 ms.
+QUERY_TILE, KEY_TILE = 1024, 512
 BLOCK_ELEMENTS = QUERY_TILE * KEY_TILE
 LONGEST_KEY_TILE = 2048
 
@@ -103,8 +103,7 @@ def _buffers(problem: Problem, heads: int, m: int, n: int) -> dict[str, int]:
         if not score_of(side).linear:
             sizes[f"{name}_slopes"] = heads * m * n
         sizes[f"{name}_q"] = sizes[f"{name}_qw"] = heads * m * dim
-        sizes[f"{name}_rows"] = heads * m * (dim + 1)
-        sizes[f"{name}_k"] = heads * n * (dim + 1)
+        sizes[f"{name}_k"] = heads * n * dim
     for spec in problem.operation.operands:
         if spec.extra:
             sizes[spec.name] = heads * n * problem.operand(spec.name).dim

@@ -4,14 +4,9 @@ What is here, all operations with queries, keys and masks have in common; each h
 backward, in a module of its own (`blocks.py` says what these are).
 
 A block is some query rows of some heads; it walks over the key axis in tiles small enough for the cache, so no M x N
-matrix ever exists. Per tile the work is two BLAS products and about six in-place passes. Logits are held in base 2 (the
-factor log2(e) rides on the scale), because exp2 is the cheapest exponential NumPy has. The scale is in the queries, and
-what is subtracted of each row, a reference or a log-sum-exp, is one column more of them, beside a 1 of every key: BLAS
-leaves logits that are ready for their exponential. Of a tile that brings references no maximum is taken; its sums say
-whether these still do, and where not, the tile comes once more.
-
-Blocks are tall, because BLAS copies keys before it multiplies by them, and tiles short. Under a mask a tile has the
-rows that see any of its keys, and those that see all of them are apart from the others, which are asked key by key.
+matrix ever exists. Per tile the work is two BLAS products and about ten in-place passes. Logits are held in base 2
+(the factor log2(e) rides on the scale), because exp2 is the cheapest exponential NumPy has. The scale is applied to the
+products, not to the queries: products of 16-bit numbers are exact in float32, those of scaled ones are not.
 
 What a dot product means, the score says (`rules/scores/`); which keys a row sees, the parts of the mask
 (`rules/masks/`).
@@ -24,7 +19,7 @@ Blocks are independent, and threads of the call share them (`concurrency/threads
 blocks: each block adds its part to a tile of keys after the blocks before it, so sums have one order whatever the
 threads do.
 
-Memory beyond inputs and outputs is one block's scratch for each thread (about 10 MB for D = 64; the plan says how
+Memory beyond inputs and outputs is one block's scratch for each thread (below 10 MB for D = 64; the plan says how
 much). Key gradients of 16-bit inputs are summed in float32 before they are rounded, which adds the float32 key
 gradients of one group of heads, and with threads those of at most two groups for each.
 """
@@ -109,8 +104,7 @@ class Runner:
             for segment in segments:
                 here, out_rows = rows_at(op, views, segment), [x[:, :, segment.q] for x in rows]
                 for b, h in self._groups(segment):
-                    # Last rows first: under a causal mask they are the most work, and whoever ends last is waited for.
-                    for at in reversed([*self._cut(segment, b, h)]):
+                    for at in self._cut(segment, b, h):
                         yield ForwardTask(segment, at, here, out_rows)
 
         def work(team: Team[ForwardTask]) -> None:

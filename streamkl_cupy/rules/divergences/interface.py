@@ -7,10 +7,9 @@ as the definition that everything is judged by.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,17 +42,8 @@ class RowState(Protocol):
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], entropy: bool = False) -> None:
         """`entropy`: whether the teacher's is wanted."""
 
-    @property
-    def references(self) -> tuple[Array, Array]:
-        """What logits are to come less by, the teacher's and the student's, (b, h, m): arrays that stay, and change."""
-
-    def part(self, rows: slice, /) -> RowState:
-        """The state of some rows, in the same arrays, for one tile."""
-
-    def absorb(self, teacher: Array, student: Array, visible: Array | None, scratch: Scratch, /) -> bool:
-        """Add a tile of keys: base-2 logits (b, h, m, n) less the references, -inf where not visible, which may be
-        overwritten. False where some rows lie too far above the references: these have been left out, and the same
-        tile has to come once more."""
+    def absorb(self, teacher: Array, student: Array, visible: Array | None, scratch: Scratch, /) -> None:
+        """Add a tile of keys: base-2 logits (b, h, m, n), -inf where not visible, which may be overwritten."""
 
     def finish(self, teacher_offset: Array | float, student_offset: Array | float, /) -> RowResults:
         """Results of rows whose logits lack so much in base 2."""
@@ -185,22 +175,6 @@ class Divergence:
         with np.errstate(invalid="ignore", over="ignore"):
             terms = _terms(teacher, student, visible)
             return self.row_magnitudes(terms, self.row_values(terms)[..., None])
-
-
-class RowArrays:
-    """A row state whose arrays have the rows as their last axis, alone or in lists."""
-
-    def part(self, rows: slice) -> Self:
-        """The state of some rows, in the same arrays."""
-        part = copy.copy(self)
-        for name, x in vars(self).items():
-            if isinstance(x, np.ndarray):
-                setattr(part, name, x[..., rows])
-            elif isinstance(x, list):
-                setattr(part, name, [array[..., rows] for array in x])
-            elif isinstance(x, RowArrays):
-                setattr(part, name, x.part(rows))
-        return part
 
 
 def _split_log_sum_exp(logits: NDArray[Any], visible: Visible) -> tuple[Logits, Logits]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .interface import Array, Divergence, Parameter, RowArrays, RowResults, Scratch, Terms
+from .interface import Array, Divergence, Parameter, RowResults, Scratch, Terms
 from .sums import LN2, Sums
 
 
@@ -29,12 +29,10 @@ class LogSumExps(Sums):
         super().__init__(shape, dtype, entropy)
         self.keys = np.zeros(shape, dtype)
 
-    def absorb(self, u: Array, v: Array, visible: Array | None, scratch: Scratch) -> bool:
-        """Add a tile of keys: base-2 logits less the references, which are overwritten."""
-        if not super().absorb(u, v, visible, scratch):
-            return False
+    def absorb(self, u: Array, v: Array, visible: Array | None, scratch: Scratch) -> None:
+        """Add a tile of keys: base-2 logits, which are overwritten."""
         self.keys += u.shape[-1] if visible is None else np.broadcast_to(visible, u.shape).sum(axis=-1)
-        return True
+        super().absorb(u, v, visible, scratch)
 
     @staticmethod
     def value(xp: Any, l_t: Any, l_s: Any, *terms: Any) -> Any:
@@ -54,7 +52,7 @@ def smoothed_ratios(p: Array, q: Array, beta: float) -> tuple[Array, Array]:
     return -np.log2(beta + (1 - beta) * (q / p)), -np.log2((1 - beta) + beta * (p / q))
 
 
-class Mixture(RowArrays):
+class Mixture:
     """Row state of the second pass: what the first one found, and sums that are relative to nothing."""
 
     def __init__(self, first: LogSumExps, beta: float, smoothing: float) -> None:
@@ -66,13 +64,11 @@ class Mixture(RowArrays):
             self.log_s = np.where(first.seen, np.log2(first.l_s), dtype(0))
         self.of_t, self.of_s, self.of_smoothed = np.zeros((3, *first.seen.shape), first.l_t.dtype)
 
-    @property
-    def references(self) -> tuple[Array, Array]:
-        return self.first.references
-
-    def absorb(self, u: Array, v: Array, visible: Array | None, scratch: Scratch) -> bool:
-        """Add a tile of keys: base-2 logits less the references, which are overwritten."""
-        # After these, not with them: their sum would be rounded at the size of logits.
+    def absorb(self, u: Array, v: Array, visible: Array | None, scratch: Scratch) -> None:
+        """Add a tile of keys: base-2 logits, which are overwritten."""
+        # One after the other: their sum would be rounded at the size of logits.
+        u -= self.first.r_t[..., None]
+        v -= self.first.r_s[..., None]
         u -= self.log_t[..., None]
         v -= self.log_s[..., None]
         p, q = np.exp2(u), np.exp2(v)
@@ -90,8 +86,7 @@ class Mixture(RowArrays):
             if x is not None:
                 if visible is not None:
                     np.copyto(x, 0, where=~visible)
-                getattr(self, name)[...] += x.sum(axis=-1)
-        return True
+                setattr(self, name, getattr(self, name) + x.sum(axis=-1))
 
     def finish(self, teacher_offset: Array | float, student_offset: Array | float) -> RowResults:
         """Results of rows whose logits lack so much in base 2."""

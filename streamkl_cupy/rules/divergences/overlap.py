@@ -22,15 +22,14 @@ class Rows(Sums):
         Term("q", None, lambda x, m: m.shrink_s**2 * x, "q"),
     )
 
-    def absorb(self, u: Array, v: Array, visible: Array | None, scratch: Scratch) -> bool:
-        """Add a tile of keys: base-2 logits less the references, which are overwritten."""
+    def absorb(self, u: Array, v: Array, visible: Array | None, scratch: Scratch) -> None:
+        """Add a tile of keys: base-2 logits, which are overwritten."""
         # A logit of -inf that is visible has no weight, and must not be silent.
         bad = np.isneginf(u) | np.isneginf(v)
         if visible is not None:
             bad &= visible
-        taken = super().absorb(u, v, visible, scratch)
-        np.copyto(self.terms[1], np.nan, where=bad.any(axis=-1))
-        return taken
+        super().absorb(u, v, visible, scratch)
+        self.terms[1] = np.where(bad.any(axis=-1), np.nan, self.terms[1])
 
     @staticmethod
     def moments(l_t: Any, l_s: Any, *terms: Any) -> tuple[Any, Any, Any]:

@@ -18,14 +18,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from .interface import Array, Merging, Numbers, RowArrays, RowResults, Scratch
+from .interface import Array, Merging, Numbers, RowResults, Scratch
 
 LN2 = math.log(2.0)
 
-# A reference is replaced only when a tile's weights relative to it are this much on average, so that most tiles move no
-# row state, and none has to be looked through for its maximum. The sums stay far from the float32 limit, and the last
-# subtraction cancels at most the logarithm of this and of the number of keys.
-LARGEST_MEAN = 16.0
+# A reference is replaced only when a logit exceeds it by this much (base 2), so most tiles move no row state. The
+# sums stay far from the float32 limit, and the last subtraction cancels at most this much.
+REFERENCE_SLACK = 8.0
 
 
 class Moves(NamedTuple):
@@ -55,7 +54,7 @@ class Term(NamedTuple):
 TEACHER_ENTROPY = Term("p", lambda u, v, out: np.copyto(out, u), lambda x, m: m.shrink_t * (x - m.d_t * m.l_t))
 
 
-class Sums(RowArrays, ABC):
+class Sums(ABC):
     """Row state of one block: references, sums, and which rows have seen a key at all."""
 
     own: ClassVar[tuple[Term, ...]]
@@ -65,23 +64,13 @@ class Sums(RowArrays, ABC):
         self._terms = (*self.own, TEACHER_ENTROPY) if entropy else self.own
         self.r_t, self.r_s, self.l_t, self.l_s, *self.terms = np.zeros((4 + len(self._terms), *shape), dtype)
         self.seen = np.zeros(shape, np.bool_)
-        self._far: tuple[Array, Array] | None = None
-        """Which rows of the tile that came last lie too far above either reference, and were left out."""
 
-    @property
-    def references(self) -> tuple[Array, Array]:
-        return self.r_t, self.r_s
-
-    def absorb(self, u: Array, v: Array, visible: Array | None, scratch: Scratch) -> bool:
-        """Add a tile of keys: base-2 logits less the references, which are overwritten."""
-        again = self._far
-        if again is None:
-            seen = np.asarray(visible is None or visible.any(axis=-1))
-            fresh = seen & ~self.seen
-            self._move(u, v, fresh, fresh)
-            self.seen |= seen
-        else:
-            self._move(u, v, *again)
+    def absorb(self, u: Array, v: Array, visible: Array | None, scratch: Scratch) -> None:
+        """Add a tile of keys: base-2 logits, which are overwritten."""
+        seen = np.asarray(visible is None or visible.any(axis=-1))
+        self._move(u.max(axis=-1), v.max(axis=-1), seen)
+        u -= self.r_t[..., None]
+        v -= self.r_s[..., None]
         factors: list[Array | None] = []
         for i, term in enumerate(self._terms):
             if term.linear is None:
@@ -96,37 +85,28 @@ class Sums(RowArrays, ABC):
         np.exp2(v, out=v)
         # A product with a column of ones is BLAS's way to sum rows, twice as fast as sum().
         ones = np.ones((u.shape[3], 1), u.dtype)
-        l_t, l_s = np.matmul(u, ones)[..., 0], np.matmul(v, ones)[..., 0]
-        # A row whose reference has just moved is not far, nor is a NaN, which has to reach the sums.
-        far_t, far_s = (x > LARGEST_MEAN * u.shape[3] for x in (l_t, l_s))
-        far = far_t | far_s
-        # What a row adds must not hang on whether others come again.
-        self._far = (far_t, far_s) if again is None and far.any() else None
-        rows = ~far if self._far else again and again[0] | again[1]
-
-        def of_rows(x: Array) -> Array:
-            return x if rows is None else np.where(rows, x, x.dtype.type(0))
-
-        self.l_t += of_rows(l_t)
-        self.l_s += of_rows(l_s)
         weights = {"p": u, "q": v}
         for i, (term, own) in enumerate(zip(self._terms, factors, strict=True)):
-            self.terms[i] += of_rows(np.vecdot(weights[term.weight], weights[term.other] if own is None else own))
-        return self._far is None
+            self.terms[i] += np.vecdot(weights[term.weight], weights[term.other] if own is None else own)
+        self.l_t += np.matmul(u, ones)[..., 0]
+        self.l_s += np.matmul(v, ones)[..., 0]
 
-    def _move(self, u: Array, v: Array, move_t: Array, move_s: Array) -> None:
-        """Move the references of some rows to a tile's largest logits, and all that is relative to them."""
+    def _move(self, top_t: Array, top_s: Array, seen: Array) -> None:
+        """Move the references to a tile's largest logits where they lag too far behind or do not exist yet."""
+        fresh = seen & ~self.seen
+        # A NaN never compares larger; it reaches the sums through the logits themselves.
+        move_t = fresh | (top_t > self.r_t + REFERENCE_SLACK)
+        move_s = fresh | (top_s > self.r_s + REFERENCE_SLACK)
         if move_t.any() or move_s.any():
-            d_t, d_s = (np.where(move, x.max(axis=-1), x.dtype.type(0)) for move, x in ((move_t, u), (move_s, v)))
+            d_t, d_s = np.where(move_t, top_t - self.r_t, 0), np.where(move_s, top_s - self.r_s, 0)
             moves = Moves(d_t, d_s, np.exp2(-d_t), np.exp2(-d_s), self.l_t, self.l_s)
             self.r_t += d_t
             self.r_s += d_s
-            u -= d_t[..., None]
-            v -= d_s[..., None]
             for i, term in enumerate(self._terms):
-                self.terms[i][...] = np.where(self.seen, term.move(self.terms[i], moves), 0)
-            self.l_t[...] = np.where(self.seen, moves.shrink_t * self.l_t, 0)
-            self.l_s[...] = np.where(self.seen, moves.shrink_s * self.l_s, 0)
+                self.terms[i] = np.where(self.seen, term.move(self.terms[i], moves), 0)
+            self.l_t = np.where(self.seen, moves.shrink_t * self.l_t, 0)
+            self.l_s = np.where(self.seen, moves.shrink_s * self.l_s, 0)
+        self.seen |= seen
 
     def numbers(self) -> Array:
         """The state itself, (..., k): references, sums and terms, as kernels store it."""

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from .diagonal import OPTIONS, band_of, cut, from_ends, last_key, narrowed
 from .interface import Asked, Part
 
+# Rows of a block: below this many its products are short, and threads would share more of them.
+LEAST_ROWS = 256
+
 
 def _asked(asked: Asked) -> Mapping[str, int] | None:
     band, extents = band_of(asked), asked.extents
@@ -28,6 +31,7 @@ PART = Part(
     full=lambda scene, q0, q1, k0, k1: k1 - 1 <= q0 + scene.params["q_offset"],
     registers=0,
     knows_queries=True,
+    tallest=lambda mask, rows: max(rows // 16, LEAST_ROWS),
     options=OPTIONS,
     narrowed=narrowed,
     cut=cut,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from .causal import LEAST_ROWS
 from .interface import Bools, Indices, MaskArray, Part, Range, Scene
 from .lengths import check_lengths, cut, misfit
-
-# Rows of a block: below this many its products are short.
-LEAST_ROWS = 256
 
 
 def _visible(scene: Scene, rows: Indices, keys: Indices) -> Bools:

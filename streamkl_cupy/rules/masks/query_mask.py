@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .causal import LEAST_ROWS
 from .interface import Extents, MaskArray, Part, Range, Scene, Shape
 from .keys import cut
-from .query_lengths import LEAST_ROWS
 
 
 def _misfit(shape: Shape, extents: Extents) -> str:

@@ -40,8 +40,7 @@ class Score:
     largest_slope: float
     """A bound of slopes, by which gradients of logits are kept in the range of float16."""
     linear: bool
-    """Whether adding one vector to all keys adds the same to all logits of a row; slopes are 1 then, and logits
-    the factor times the dots."""
+    """Whether adding one vector to all keys adds the same to all logits of a row; slopes are 1 then."""
     tile_logits: Callable[[Array, float, Array | None], Array]
     """(dots, scale, where slopes go) -> logits in base 2; the dots may be overwritten. Slopes are of scores that are
     not linear, and asked for where they are not None."""
