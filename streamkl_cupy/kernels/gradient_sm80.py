@@ -20,7 +20,10 @@ _TABLE = (
     TileRow(4, 2, 48, 2, 2, 64, "room for a mask's registers", unroll=3, max_mask=1),
     TileRow(4, 2, 48, 2, 2, 64, "a sparse mask's too; sm_120 spills", unroll=3, max_mask=2, before=(10, 0)),
     TileRow(4, 2, 32, 2, 2, 128, "as the forward; unroll 8 is 3 % faster and spills under a mask", 4, max_mask=0),
-    TileRow(4, 2, 32, 2, 2, 128, "room for a mask's registers", unroll=3, max_mask=1),
+    TileRow(4, 2, 32, 2, 2, 128, "room for a mask's registers", 3, max_mask=1, before=(10, 0)),
+    TileRow(
+        4, 2, 32, 2, 2, 128, "the same; sm_120 spills beside a given side", 3, max_mask=1, since=(10, 0), max_given=-1
+    ),
     TileRow(4, 2, 32, 2, 2, 128, "a sparse mask's too; sm_120 spills", 3, max_mask=2, max_vectors=3, before=(10, 0)),
     TileRow(4, 2, 16, 2, 2, 128, "room for a sparse mask's registers beside four row vectors", unroll=3, max_mask=2),
     TileRow(2, 1, 32, 2, 2, 128, "few rows in all: more blocks", unroll=2),
