@@ -464,7 +464,7 @@ def test_tiles_are_kept_from_where_they_spill() -> None:
         return {name: kernel.tile for name, kernel in plan.gradients}
 
     plain, picked = (tiles("sm_80", 128, half, mask)["teacher_q"] for mask in ("none", "query_mask"))
-    assert plain == replace(picked, unroll=4, max_mask=0, reason=plain.reason)
+    assert plain == replace(picked, unroll=4, max_mask=0, before=plain.before, reason=plain.reason)
     for dim, arch, columns in ((96, "sm_90", 32), (96, "sm_100", 32), (128, "sm_90", 32), (128, "sm_100", 16)):
         found = tiles(arch, dim, single, "padding")
         assert {(tile.rows, tile.columns) for tile in found.values()} == {(128, columns)}
