@@ -275,10 +275,8 @@ class _Call:
         for number, strip in enumerate(plan.strips):
             blocks = strip.keys // indexer_gated_key_sm90.KEY_BLOCK
             more: dict[str, Value] = {"strip_number": number, "key_blocks": blocks, "head_blocks": plan.head_blocks}
-            address = room["strips"].at
-            for name, size in plan.strip_sizes(strip.tiles, strip.pairs).items():
-                more[name] = address
-                address += size
+            strips = places(plan.strip_sizes(strip.tiles, strip.pairs), room["strips"].at)
+            more |= {name: place.at for name, place in strips.items()}
             here = self._of_strip(strip, args | more, rows, room)
             self._run(plan.units, indexer_units.BLOCKS, here)
             self._run(plan.score("strip").text, plan.score_grid("strip", strip.tiles, strip.splits), here)

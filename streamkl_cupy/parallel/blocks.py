@@ -215,7 +215,7 @@ class Whole:
     def _sequences(self, packing: Packing, together: list[tuple[Run, Run]]) -> Block:
         (q0, _), (k0, _) = together[0]
         (_, q1), (_, k1) = together[-1]
-        options = dict(self._as_given)
+        options = self._as_given
         ends = ([q[1] for q, _ in together], [k[1] for _, k in together])
         for name, start, stops in zip(packing.bounds, (q0, k0), ends, strict=True):
             like = self.masks[name]

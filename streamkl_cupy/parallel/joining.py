@@ -37,7 +37,7 @@ def over(
 
 def joined(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: slice) -> KLForwardRows[Any]:
     """Results and states of rows, some of which have seen further keys, written over what they were."""
-    if _by_kernel(job, rows.moments):
+    if job.library.on_gpu(rows.moments):
         _launch(job, rows, some, where)
         return rows
     axis, xp, merging = job.axes.rows, job.library.xp, job.merging
@@ -51,14 +51,14 @@ def joined(job: Job, rows: KLForwardRows[Any], some: KLForwardRows[Any], where: 
 
 def states(job: Job, rows: KLForwardRows[Any]) -> Any:
     """The states of rows, the numbers of each side by side, for `merged`."""
-    return rows.moments if _by_kernel(job, rows.moments) else job.library.xp.stack(numbers_of(rows), -1)
+    return rows.moments if job.library.on_gpu(rows.moments) else job.library.xp.stack(numbers_of(rows), -1)
 
 
 def merged(job: Job, given: Sequence[Any], owners: tuple[Runs, ...]) -> KLForwardRows[Any]:
     """Results of this rank's rows, of which there are several states over different keys, in their order; where shards
     are as long as the longest, without what they do not hold."""
     first, *others = given
-    if not _by_kernel(job, first):
+    if not job.library.on_gpu(first):
         own = [job.own(x, owners, x) for x in given]
         numbers = [tuple(x[..., i] for i in range(x.shape[-1])) for x in own]
         xp, merging = job.library.xp, job.merging
@@ -69,10 +69,6 @@ def merged(job: Job, given: Sequence[Any], owners: tuple[Runs, ...]) -> KLForwar
     for x in others:
         joined(job, rows, KLForwardRows(None, None, None, moments=x), slice(0, shape[job.axes.rows]))
     return KLForwardRows(*(job.own(x, owners, x) for x in (kl, teacher_lse, student_lse)))
-
-
-def _by_kernel(job: Job, x: Any) -> bool:
-    return job.library.on_gpu(x)
 
 
 def warmup(index: int, divergence: Divergence) -> None:

@@ -147,8 +147,8 @@ def job_of(
     key: Any = None
     if anew:
         ranks.jobs.clear()
-        for known in [known for known in _agreed if known[0] == ranks.key]:
-            _agreed.pop(known, None)
+        for agreed_key in [x for x in _agreed if x[0] == ranks.key]:
+            _agreed.pop(agreed_key, None)
     try:
         call = read()
         axes = _axes(inputs, call)
