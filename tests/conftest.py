@@ -161,8 +161,7 @@ LOOKED_UP = frozenset(
 # What runs where addresses are new.
 PACKED_ANEW = frozenset(
     {
-        *(f"launch.{name}" for name in ("_launch", "forward", "backward", "commands", "keep", "_commands")),
-        *(f"launch.{name}" for name in ("_row_vectors", "_saved_vectors", "_packed")),
+        *(f"launch.{name}" for name in ("_launch", "forward", "backward", "commands", "keep", "_commands", "_read_rows")),
         *("call.views", "call.views_of", "call.outputs", "arrays.at"),
     }
 )
