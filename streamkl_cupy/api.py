@@ -16,7 +16,7 @@ from .arguments import choice
 from .arrays import ArrayView, Results
 from .call import Call, Ready, SavedArrays, runner_for
 from .frameworks import describe
-from .frameworks.base import FRAMEWORKS
+from .frameworks.base import DOORS, FRAMEWORKS
 from .ops import ATTENTION_KL, OPS, Op
 from .options import REDUCTIONS, Layout, LossOptions, Precision, Reduction, with_sunk
 from .problem import STUDENT, Device, Problem, Wrt
@@ -166,9 +166,8 @@ def loss(
     asked, like = LossOptions(**own), operands[op.at]
     if return_entropy is not False:
         given = {**given, "return_entropy": return_entropy}
-    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(like).__mro__):
-        # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
-        # and parameters live in modules of their own, so all ancestors are asked.
+    if frameworks.is_torchs(like):
+        # A plain import and a plain call, before anything else: torch.compile can trace these.
         from . import torch
 
         return torch.loss(op, operands, given, asked)
@@ -258,8 +257,8 @@ def _forward(
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
     like = ready.like
-    if (door := frameworks.door(like.framework)) is not None:
-        return door.forward(call, asked)
+    if like.framework in DOORS:
+        return frameworks.door(like.framework).forward(call, asked)
     found = _sink_logits(asked.sinks, ready) if sunk else None
     stats = ready.forward()
     if found is not None:
@@ -291,8 +290,8 @@ def _backward(
             "gradients by sinks need the row values: pass the whole result of attention_kl_forward as saved=, or its "
             "kl as kl="
         )
-    if (door := frameworks.door(like.framework)) is not None:
-        grads: Any = door.backward(call, (grad, teacher_lse, student_lse, kl, moments), wrt)
+    if like.framework in DOORS:
+        grads: Any = frameworks.door(like.framework).backward(call, (grad, teacher_lse, student_lse, kl, moments), wrt)
     else:
         grads = KLGradients(*ready.backward(wrt))
     if sunk:
@@ -329,8 +328,8 @@ def value_and_grad(
     ready.checked.backward_bytes(wrt)
     if row_weight is not None:
         row_weight = framework.detached(validate.row_weight(row_weight, ready.checked.row_shape, like))
-    if (door := frameworks.door(like.framework)) is not None:
-        return door.value_and_grad(call, asked._replace(row_weight=row_weight), wrt)  # type: ignore[no-any-return]
+    if like.framework in DOORS:
+        return frameworks.door(like.framework).value_and_grad(call, asked._replace(row_weight=row_weight), wrt)  # type: ignore[no-any-return]
     given_sinks = _sink_logits(asked.sinks, ready) if sunk else None
     stats = ready.forward()
     if given_sinks is not None:

@@ -20,7 +20,7 @@ from .arrays import ArrayView, Inputs, MaskArrays
 from .frameworks import conversion, framework_of
 from .frameworks.base import dtype_label, known
 from .ops import Op, OperandSpec
-from .options import LAYOUTS, REDUCTIONS, LossOptions
+from .options import LAYOUTS, REDUCTIONS, LossOptions, settings
 from .planning import no_gradients
 from .problem import Operand, Problem, Side, canonical_strides, compact_strides
 from .rules import masks as rules
@@ -202,13 +202,13 @@ def to_problem(op: Op, inputs: Inputs, chosen: Any, masks: MaskArrays | None = N
         device=first.device,
         layout=chosen.layout,
         rank=len(first.shape),
-        precision=chosen.precision,
         deterministic=bool(chosen.deterministic),
         sequences=asked.sequences,
         parameters=given_parameters(chosen._asdict()),
         op=op.name,
         extras=tuple(operands[x.name] for x in op.operands if x.extra),
-        **{field: getattr(chosen, option) for option, field in op.settings},
+        settings=settings(op, chosen),
+        **{field: getattr(chosen, option) for option, field in op.problem_fields},
     )
 
 

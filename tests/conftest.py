@@ -161,7 +161,10 @@ LOOKED_UP = frozenset(
 # What runs where addresses are new.
 PACKED_ANEW = frozenset(
     {
-        *(f"launch.{name}" for name in ("_launch", "forward", "backward", "commands", "keep", "_commands", "_read_rows")),
+        *(
+            f"launch.{name}"
+            for name in ("_launch", "forward", "backward", "commands", "keep", "_commands", "_read_rows")
+        ),
         *("call.views", "call.views_of", "call.outputs", "arrays.at"),
     }
 )

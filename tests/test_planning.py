@@ -585,7 +585,7 @@ def test_nothing_runs_where_there_is_nothing_to_write() -> None:
 @pytest.mark.parametrize("types", list(itertools.product(("bfloat16", "float16", "float32"), repeat=2)), ids="/".join)
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_kernels_are_told_what_their_numbers_are(types: tuple[str, str], precision: str) -> None:
-    p = plan("sm_80", dims=(64, 128), dtypes=types, precision=precision, M=133, heads=1, N=400_000)
+    p = plan("sm_80", dims=(64, 128), dtypes=types, settings=(("precision", precision),), M=133, heads=1, N=400_000)
     assert p.combine is not None
     assert (p.combine.blocks - 1) * p.combine.threads < 133 <= p.combine.blocks * p.combine.threads
     single = "float32" in types

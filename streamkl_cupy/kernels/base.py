@@ -517,7 +517,7 @@ class Kernel(Candidate[Work, Row], Generic[Row]):
             **{f"SKL_{name[0].upper()}_{x}": y for name, side in problem.sides.items() for x, y in _of_side(side)},
             **{f"SKL_{name.upper()}_DIM": x.dim for name, x in problem.multiplied.items()},
             # One text for both precisions where no float32 is involved.
-            "SKL_PLANES": PLANES[problem.precision if work.float32 else "highest"],
+            "SKL_PLANES": PLANES[problem.setting("precision", "highest") if work.float32 else "highest"],
             "SKL_ROWS": tile.rows,
             "SKL_COLUMNS": tile.columns,
             "SKL_WARPS": tile.warps,
