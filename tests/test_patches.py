@@ -38,11 +38,12 @@ def test_a_patch_is_all_that_it_takes(patch: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)}
     subprocess.run([git, "apply", "-C1", "--verbose", patch], cwd=tree, env=environment, check=True)
 
-    (tests,) = re.findall(r"^Tests: (.*)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
+    (asked,) = re.findall(r"^Tests: (.*)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
+    tests = shlex.split(asked)
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     for variable in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"):
         environment.pop(variable, None)
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not gpu", *shlex.split(tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not gpu", *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert re.search(r"\b[1-9]\d* passed", done.stdout), done.stdout[-1000:]
