@@ -21,7 +21,7 @@ from streamkl_cupy import launch
 from streamkl_cupy.arrays import ArrayView
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.errors import CaptureError
-from streamkl_cupy.indexer import cuda, plan
+from streamkl_cupy.indexer import cuda, plan, steps
 from streamkl_cupy.indexer.problem import to_problem
 from streamkl_cupy.kernels import KERNELS, structs
 from streamkl_cupy.kernels.gpus import facts_for_arch
@@ -318,6 +318,13 @@ def test_a_forward_is_packed_by_name(book: Book, rng: np.random.Generator, mask:
     assert sum(got["tiles"] for got in scores) == 2 * tiles  # log-sum-exps, then rows
     assert symbols.count("join") == 1 + (cut.lse_splits > 1)
     call.check_room(regions, wanted, call.runner.workspace_bytes)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_steps_launch_the_kernels_of_the_plan(book: Book, rng: np.random.Generator, mask: str) -> None:
+    made = call_of(rng, mask).runner.plan_for(("index_q", "index_k", "index_weights"))
+    for found, kernels in ((steps.forward_steps(made), made.forward), (steps.backward_steps(made), made.backward)):
+        assert {step.kernel for step in found if isinstance(step, steps.Step)} == set(kernels)
 
 
 @needs_compiler
