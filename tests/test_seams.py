@@ -42,13 +42,14 @@ def name_of(path: Path) -> str:
 
 def words_of(text: str) -> set[str]:
     """Whole words and the parts of snake_case and CamelCase ones, in lower case."""
-    return {part.lower() for word in re.findall(r"\w+", text) for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", word)}
+    words = re.findall(r"\w+", text)
+    return {part.lower() for word in words for part in (word, *re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", word))}
 
 
 def test_the_search_finds_a_planted_name(tmp_path: Path) -> None:
     planted = tmp_path / "planted.cu"
-    planted.write_text("// window, in a comment\nfor (;;) if (isCausalRow(x)) y = q_sliding[0];\n")
-    assert {"causal", "sliding"} <= words_of(code_of(planted))
+    planted.write_text("// window, in a comment\nfor (;;) if (isCausalRow(x)) y = q_sliding[reverse_kl];\n")
+    assert {"causal", "sliding", "reverse_kl"} <= words_of(code_of(planted))
     assert "window" not in words_of(code_of(planted))
 
 
@@ -88,8 +89,11 @@ def test_no_source_needs_a_toolkit_header() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MASKS))
-def test_mask_has_its_header(name: str) -> None:
+def test_a_part_of_a_mask_is_a_pair_of_files(name: str) -> None:
+    assert MASKS[name].name == name
+    assert MASKS[name].header == f"masks/{name}.cuh"
     assert (ROOT / MASKS[name].header).is_file()
+    assert (PACKAGE / f"rules/masks/{name}.py").is_file()
 
 
 def test_only_the_last_part_may_have_lists() -> None:
