@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from . import arrays, frameworks, planning, validate
 from .advice.signatures import documented_by, public
-from .arguments import choice
+from .arguments import choice, listed
 from .arrays import ArrayView, Results
 from .call import Call, Ready, SavedArrays, runner_for
 from .frameworks import describe
@@ -120,7 +120,7 @@ _TEXT = {
     "SINKS": """teacher_sink_logits: A logit per query head, (H,), that takes mass and has no value: one more outcome of
             each row that sees a key, included in log-sum-exps and entropies; rows that see none stay as they are, and
             so do heads whose logit is -inf. Only beside student_sink_logits, as the KL would be infinite, and the other
-            way round with "reverse_kl". Built for "kl", "reverse_kl" and "cross_entropy".
+            way round with <SINKS_OF_STUDENTS>. Built for <SINKS_OF_ALL>.
         student_sink_logits: The same for the student, allowed alone.""",
     "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys, a natural logarithm
             (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a
@@ -141,6 +141,8 @@ _TEXT = {
         for name, entry in DIVERGENCES.items()
         if entry.needs_value
     ),
+    "SINKS_OF_STUDENTS": listed(name for name, x in DIVERGENCES.items() if x.weighing and x.weighing.side == 1),
+    "SINKS_OF_ALL": listed(name for name, x in DIVERGENCES.items() if x.weighing),
     "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
 }
 
