@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -192,6 +192,21 @@ def no_garbage(request: pytest.FixtureRequest) -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Fresh numbers for each test and each run, the same ones for the same --seed."""
     return np.random.default_rng([request.config.getoption("--seed"), zlib.crc32(request.node.nodeid.encode())])
+
+
+@pytest.fixture
+def turn(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`turn(several, *places)` is one of several: by turns over the places of a test's parameters, by lot in each run.
+
+    For what a test would otherwise be multiplied by and each time compile for: every run has all of it, and of what it
+    can meet there other pairs than the last run.
+    """
+    lot: int = request.config.getoption("--seed")
+
+    def one(several: Sequence[Any], *places: int) -> Any:
+        return several[(lot + sum(places)) % len(several)]
+
+    return one
 
 
 def examples(count: int) -> Any:

@@ -802,6 +802,7 @@ def test_doctor_on_a_gpu(cache: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 def test_bench_on_a_gpu(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--sizes", "512", "--heads", "2", "--dtype", "float16", "--rounds", "3", "--seconds", "0.02"]
     assert main(["bench", "--device", "cuda", *arguments, "--out", str(tmp_path)]) == 0
@@ -898,6 +899,7 @@ def test_bench_of_an_indexer(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("lse", ["given", "made"])
 def test_the_indexer_in_triton_is_right(lse: str) -> None:
     """What is timed beside this package computes the same."""

@@ -36,6 +36,10 @@ def seed_of(rng: np.random.Generator) -> int:
     return int(rng.integers(2**31))
 
 
+def place(divergence: str) -> int:
+    return [*DIVERGENCES].index(divergence)
+
+
 def rows_of(case: Any) -> tuple[int, ...]:
     shape: tuple[int, ...] = case.arrays[0].shape[:-1]
     return shape
@@ -52,8 +56,10 @@ def test_every_dtype_on_every_backend(backend: Any, rng: Any, divergence: str) -
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_mask(core: Any, rng: Any, divergence: str, mask: str) -> None:
-    for dtype in ("float16", "float32"):
+def test_every_mask(core: Any, rng: Any, turn: Any, divergence: str, mask: str) -> None:
+    """Of the types a GPU, which compiles for each, has one by turns."""
+    types = "float16", "float32"
+    for dtype in types if core.device == "cpu" else [turn(types, place(divergence), [*MASKS].index(mask))]:
         B, M, N = 1 if mask == "packed" else 2, 90, 150
         case = make(
             B=B, H=2, M=M, N=N, D_t=64, student_key_heads=1, dtypes=dtype, seed=seed_of(rng), divergence=divergence,
@@ -195,18 +201,19 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cupy
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("D_t, D_s", FAMILY_DIMS)
-@pytest.mark.parametrize("deterministic", [False, True])
 def test_every_kernel_family(
-    family: str, cupy_only: Any, rng: Any, divergence: str, dtype: str, D_t: int, D_s: int, deterministic: bool
+    family: str, cupy_only: Any, rng: Any, turn: Any, divergence: str, D_t: int, D_s: int
 ) -> None:
+    """With one of the 16-bit types, by turns: each divergence and each pair of head dims has both."""
+    dtype = turn(("bfloat16", "float16"), place(divergence), FAMILY_DIMS.index((D_t, D_s)))
     case = make(
         H=4, M=300, N=333, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
         seed=seed_of(rng), causal=True, divergence=divergence,
     )  # fmt: skip
     wrt = INPUT_NAMES[2:] if D_t > 256 else INPUT_NAMES
-    cupy_only.judge(case, upstream(rng, rows_of(case)), wrt=wrt, deterministic=deterministic)
+    for deterministic in (False, True):
+        cupy_only.judge(case, upstream(rng, rows_of(case)), wrt=wrt, deterministic=deterministic)
 
 
 def test_plans_name_it(divergence: str) -> None:
