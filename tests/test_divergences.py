@@ -142,12 +142,14 @@ def test_visible_nan_and_inf_are_not_silent(core: Any, rng: Any, divergence: str
 
 
 def test_equal_distributions(core: Any, rng: Any, divergence: str) -> None:
-    """Most divergences have 0 there; whatever it is, it is exact to more than in general."""
+    """Most divergences have 0 there, and no logit matters to first order: they are exact to more than in general."""
     case = make("realistic", M=100, N=900, D_t=64, dtypes="bfloat16", seed=seed_of(rng))
     q, k = core.arrays(case)[:2]
-    exact = reference.forward(*case.arrays[:2] * 2, divergence=divergence).kl
+    exact = reference.forward(*case.arrays[:2] * 2, divergence=divergence)
     found = core.numpy(streamkl_cupy.attention_kl(q, k, q, k, divergence=divergence))
-    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6)
+    # A cross-entropy is the entropy there, which hangs on logits as always: each of them is rounded once.
+    bound = 1e-6 * (1 + np.abs(exact.kl)) + 2.0**-24 * exact.condition
+    assert (np.abs(found - exact.kl) <= bound).all(), (np.abs(found - exact.kl) / bound).max()
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own making
