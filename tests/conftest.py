@@ -232,6 +232,25 @@ def load_script(path: str) -> ModuleType:
     return module
 
 
+_LAST: dict[str, tuple[Any, Any]] = {}
+
+
+def by_reference(function: Callable[..., T], case: Case, *given: Array) -> T:
+    """What a function of the reference says of a case. The last answer of each is kept: a problem that is computed in
+    several ways in turns, or with several upstream gradients, mostly spends its time there."""
+    numbers = [x if isinstance(x, np.ndarray) else np.asarray(0) for x in case.options.values()]
+    key = (
+        *[(x.shape, x.dtype, zlib.crc32(np.ascontiguousarray(x))) for x in (*given, *case.arrays, *numbers)],
+        {name: x for name, x in case.options.items() if not isinstance(x, np.ndarray)},
+        [*case.options],
+    )
+    name = function.__name__
+    if name not in _LAST or _LAST[name][0] != key:
+        _LAST[name] = key, function(*given, *case.arrays, **case.options)
+    found: T = _LAST[name][1]
+    return found
+
+
 class Backend:
     """Makes arrays of one framework on one device from float NumPy arrays, and reads them back as float64."""
 
@@ -313,7 +332,7 @@ class Backend:
         inputs = self.arrays(case) if arrays is None else arrays
         options = {**self.options(case), **how}
         compute = "float64" if "float64" in case.dtypes else "float32"
-        expected = reference.forward(*case.arrays, **case.options)
+        expected = by_reference(reference.forward, case)
         calibration = reference.plain(
             np.ones(expected.kl.shape) if grad is None else grad, *case.arrays, dtypes=case.dtypes, **case.options
         ) if plain else (None, None)  # fmt: skip
@@ -330,7 +349,7 @@ class Backend:
         assert {self.dtype(x) for x in rows if x is not None} == {compute}
         if grad is None:
             return rows, None
-        wanted = reference.backward(grad, *case.arrays, **case.options)
+        wanted = by_reference(reference.backward, case, grad)
         upstream = self.array(grad, compute)
         self.poison(inputs)
         grads = streamkl_cupy.attention_kl_backward(upstream, *inputs, saved=rows, wrt=wrt, **options)
