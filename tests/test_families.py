@@ -37,6 +37,7 @@ ONE_PASS = [
     (576, 128),
 ]
 LONG = [(320, 128), (384, 64), (512, 128), (576, 72), (576, 128), (576, 256), (520, 192)]
+LISTED = [(64, 64), (128, 128), (72, 40), (64, 192)]
 ONE_TILE = [(64, 64), (128, 40), (72, 128)]
 
 
@@ -225,12 +226,12 @@ def test_all_keys_in_one_tile_under_masks(cupy_only: Any, rng: Any, turn: Any, p
             cupy_only.judge(case, upstream(rng, rows.kl.shape), arrays=inputs, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D_t, D_s", [(64, 64), (128, 128), (72, 40), (64, 192)])
+@pytest.mark.parametrize("D_t, D_s", LISTED)
 def test_shared_lists(
-    family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int, monkeypatch: pytest.MonkeyPatch
+    family: str, cupy_only: Any, rng: Any, turn: Any, D_t: int, D_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists of a few tiles are cut here as those of long contexts are: what blocks have is added up, in one order."""
+    dtype = turn(DTYPES, LISTED.index((D_t, D_s)))
     monkeypatch.setattr(work_tiles, "MIN_TILES_IN_LIST", 2)
     for M, N, pattern_heads, causal in ((700, 650, 4, False), (613, 700, 1, True), (900, 300, 4, True)):
         blocks = rng.random((pattern_heads, -(-M // 64), -(-N // 32))) < 0.2
