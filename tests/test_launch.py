@@ -117,6 +117,7 @@ def tensors_of_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Any:
     torch = pytest.importorskip("torch")
     framework: Any = known("torch")
     monkeypatch.setattr(framework, "devices", {torch.device("cpu"): arrays.cuda(0)})
+    monkeypatch.setattr(framework, "current_gpu", lambda: None)  # results are made on the CPU too
     monkeypatch.setattr(framework, "raw_stream", lambda index: 7)
     monkeypatch.setattr(calls, "backend", lambda device: launch)
     for kept in ("_looks", "_checked", "_runners"):

@@ -387,6 +387,7 @@ def run_program(kind: str, *more: str, before: tuple[str, ...] = ()) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_ranks_on_one_gpu(dtype: str, rng: np.random.Generator) -> None:
     """Kernels that leave states and wide gradients, against one call."""
