@@ -166,12 +166,13 @@ def loss(
     asked, like = LossOptions(**own), operands[op.at]
     if return_entropy is not False:
         given = {**given, "return_entropy": return_entropy}
-    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(like).__mro__):
+    kind = type(like)
+    if kind.__module__ == "torch" or any(x.__module__.partition(".")[0] == "torch" for x in kind.__mro__):
         # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
         # and parameters live in modules of their own, so all ancestors are asked.
-        from . import torch
+        from .torch import loss as of_tensors
 
-        return torch.loss(op, operands, given, asked)
+        return of_tensors(op, operands, given, asked)
     call = Call.of(op, operands, with_sunk(given, asked))
     validate.loss(asked)
     sunk = call.options.sunk and validate.sinks(asked.sinks, call.options, asked)
