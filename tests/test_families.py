@@ -122,8 +122,9 @@ def test_splitting_changes_only_the_last_bits(cupy_only: Any, rng: Any) -> None:
              (328, 64), (576, 128)]
 )  # fmt: skip
 def test_both_gradients_in_one_pass(family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int) -> None:
+    heads = 1 if D_s <= 128 else 2  # fewer tiles would be shared, for which a long gradient leaves no registers
     for M, N, options in ((300, 333, {}), (257, 700, {"causal": True}), (400, 129, {"causal": True, "q_offset": -37})):
-        case = make(B=2, H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
+        case = make(B=2, H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=heads, dtypes=dtype,
                     seed=int(rng.integers(1 << 30)), **options)  # fmt: skip
         grad = upstream(rng, (2, 4, M))
         grad[:, :, ::5] *= 1e-3

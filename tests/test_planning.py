@@ -268,6 +268,11 @@ def test_a_tile_with_all_keys_needs_no_sums_of_the_queries_gradient(deterministi
         assert [len(fused.kernels) == 3 for fused in packed.fused] == [finishes] * 2
     # Few heads: twice the blocks count for more.
     assert [fused.main.tile.rows for fused in plan(M=197, N=197, heads=8).fused] == [128, 128]
+    # Registers hold no more of a gradient of 192 columns than that it is added to sums.
+    assert {f.side: f.main.tile.direct for f in plan(M=197, N=128, dims=(192, 128), heads=150).fused} == {
+        "teacher": False,
+        "student": True,
+    }
 
 
 @pytest.mark.parametrize("kind", ["forward", "gradient", "attention", "attention_gradient"])

@@ -221,8 +221,8 @@ class _Fused(Hopper[_Row]):
         fitting = super().fitting(work, facts)
         if self.packed(work).packed_rows:  # which takes registers as a mask does
             return tuple(row for row in fitting if not row.direct and row.max_mask > 0)
-        # What is written at once goes through a buffer of 16-bit numbers.
-        direct = "q" not in work.problem.wide_gradients
+        # What is written at once goes through a buffer of 16-bit numbers, and takes registers.
+        direct = "q" not in work.problem.wide_gradients and work.out_dim <= 128
         return tuple(row for row in fitting if not row.direct or (direct and work.problem.keys <= row.rows))
 
     def threads(self, tile: _Row) -> int:
