@@ -23,8 +23,10 @@ from dataclasses import dataclass, replace
 from ..rules.masks import Part, parts_of
 from .base import MAX_GRID, Box, KernelPlan, TileRow, Work
 from .gpus import GPUS, DeviceFacts
+from .shares import side_by_side
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks, given_bytes, packed_rows
 from .structs import Regions, fused_workspace, partials, row_tiles
+from .work_tiles import Schedule
 
 MAX_OUT = 192
 
@@ -285,6 +287,13 @@ class _Fused(Hopper[_Row]):
             return 1
         # As the shortest tiles of a group end the longest of the next start, if there are as many as blocks.
         return super().head_group(work, max(least, round(_BLOCKS * 128 / work.problem.keys)))
+
+    def schedule(self, work: Work, tile: _Row, facts: DeviceFacts) -> Schedule:
+        found = super().schedule(work, tile, facts)
+        if not work.problem.mask.parts or work.problem.mask.blocks is not None:
+            return found
+        together = side_by_side(found.tiles, work.pairs, found.head_group, facts.multiprocessors)
+        return replace(found, head_group=together)
 
     def plans(self, work: Work, tile: _Row, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
         """What prepares the workspace, the pass, and, if it has sums, what makes them the gradient of the queries."""
