@@ -602,7 +602,7 @@ class _Step(torch.autograd.Function):
             found[0], share = reduction(rows, ready.checked.every_row_sees)
         ctx.set_materialize_grads(False)
         number = share if isinstance(share, float) else None
-        ctx.way = way, call.options, number, whole, ready.look
+        ctx.way = way, call.options, number, whole, ready.look if whole else None
         ctx.save_for_backward(
             *saved,
             share if number is None else None,
