@@ -170,9 +170,9 @@ def loss(
         given = {**given, "return_entropy": return_entropy}
     if frameworks.is_torchs(like):
         # A plain import and a plain call, before anything else: torch.compile can trace these.
-        from . import torch
+        from .torch import loss as of_tensors
 
-        return torch.loss(op, operands, given, asked)
+        return of_tensors(op, operands, given, asked)
     call = Call.of(op, operands, with_sunk(given, asked))
     validate.loss(asked)
     sunk = call.options.sunk and validate.sinks(asked.sinks, call.options, asked)

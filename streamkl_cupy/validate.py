@@ -276,7 +276,7 @@ def same_device(first: str, here: Any, name: str, there: Any) -> None:
 
 def loss(asked: LossOptions) -> None:
     """Check how row values are to be reduced, and what is asked for beside them."""
-    if asked.reduction != "none":
+    if type(asked.reduction) is not str or asked.reduction not in REDUCTIONS:
         choice("reduction", asked.reduction, REDUCTIONS)
     if asked.dense_teacher_lse is not None and not asked.return_lse:
         raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")
