@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import itertools
 import math
+import os
 import shutil
 import socket
 import subprocess
@@ -38,6 +39,13 @@ from streamkl_cupy.rules.divergences import DIVERGENCES
 
 STRATEGIES = ("all_gather", "a2a", "all_gather_queries", "p2p")
 PROGRAMS = Path(__file__).with_name("parallel_programs.py")
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+"""Without these it starts nothing as root, nor more processes than there are cores; the last two are of 4 and of 5."""
 Array = np.ndarray[Any, Any]
 
 
@@ -380,8 +388,8 @@ def test_ranks_of_mpi() -> None:
 
 def run_program(kind: str, *more: str, before: tuple[str, ...] = ()) -> None:
     seed = str(np.random.default_rng().integers(10**6))
-    command = [*before, sys.executable, str(PROGRAMS), kind, seed, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [*before, sys.executable, "-X", "faulthandler", str(PROGRAMS), kind, seed, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | OPEN_MPI)
     assert done.returncode == 0, f"seed {seed}:\n{done.stdout}{done.stderr}"
     assert "all right" in done.stdout
 
