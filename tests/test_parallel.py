@@ -34,6 +34,7 @@ from streamkl_cupy.parallel import (
     shard,
 )
 from streamkl_cupy.parallel.blocks import Whole
+from streamkl_cupy.parallel.libraries import library_named
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules.divergences import DIVERGENCES
 
@@ -545,6 +546,23 @@ def test_states_of_every_library(library: str, rng: np.random.Generator) -> None
     for x, y in zip(found, rows, strict=True):
         assert type(x) is type(q_t)
         np.testing.assert_allclose(np.asarray(x), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax.numpy"])
+def test_parts_are_written_and_added_to(name: str, rng: np.random.Generator) -> None:
+    """The forms of an index that strategies use, and numbers, as NumPy has it."""
+    pytest.importorskip(name)
+    library = library_named(name.partition(".")[0])
+    shape = (2, 3, 6, 5)
+    for index in ((..., 3), (...,), (1, slice(None), slice(2, 5)), (slice(None), slice(None), slice(0, 6)), (0, ...)):
+        wanted, made = rng.random(shape).astype("f4"), rng.random(shape).astype("f4")[index]
+        out = library.made(wanted.copy(), library.xp.zeros(0))
+        wanted[index] = made
+        out = library.put(out, index, library.made(made, out))
+        wanted[index] += made
+        np.testing.assert_array_equal(library.add(out, index, library.made(made, out)), wanted)
+        wanted[index] = -2.5
+        np.testing.assert_array_equal(library.put(out, index, -2.5), wanted)
 
 
 def test_planted_faults_are_seen(rng: np.random.Generator) -> None:
