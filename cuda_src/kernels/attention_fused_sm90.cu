@@ -22,7 +22,8 @@
 //   barrier   arrivals                         waited for by
 //   keys      1 (+ bytes)                      consumers, once for each work tile
 //   free      one per consumer warp            the producer: keys and values may be overwritten
-//   full[i]   1 (+ bytes) by the producer      consumers: stage i has arrived
+//   full[i]   one for the producer's warp      consumers: stage i has arrived
+//             (+ bytes)
 //   empty[i]  one per consumer warp            the producer: stage i may be overwritten
 //   made[i]   one per consumer warp            whose turn dQ is: X^T of both halves is in buffer i
 //   taken[i]  one per warp of whose turn it is consumers: buffer i may be overwritten
@@ -100,7 +101,7 @@ struct Layout {
     // One thread, before anybody uses a barrier.
     __device__ void init() const {
         for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(full(i), 1);
+            mbarrier_init(full(i), kArrivals);
             mbarrier_init(empty(i), kWarps * kArrivals);
         }
         for (int i = 0; i < kExchanges; ++i) {
@@ -318,6 +319,7 @@ private:
             mbarrier_expect(lay.full(at.slot), 0);
         }
         __syncwarp();
+        others_arrive(lay.full(at.slot));
         at.advance();
     }
     // When the last work tile's are done with.
@@ -367,6 +369,7 @@ private:
                 }
                 if (lane == 0) put_step(lay.step(at.slot), {walk.tile(), entries + walk.tile(), walk.here.bits});
                 __syncwarp();
+                others_arrive(lay.full(at.slot));
                 if (lane == 0) {
                     const u32 here = lay.full(at.slot);
                     const int from = segment.first_query + walk.row();
