@@ -3,12 +3,12 @@
     python tests/mutate.py --count 50 [--seed 7] [--modules planning,patterns/*] [--jobs 2] [--all]
 
 Works in a copy of the tree. A fault changes one expression or statement: an operator, a comparison, a constant, two
-arguments that change places, a statement that is gone, the teacher for the student. Texts, annotations, decorators and
-tables of tiles are left alone. A fault meets the tests that run its lines, the quickest first, of the quick files and
-those that import the module; with --all of the others that take seconds too. Which these are is found by running them
-once, and kept from run to run in --reached. A test that notices a fault must pass without it. What survives is held
-against tests/equivalents.toml, which lists changes that make no difference, with reasons. Not part of CI: it takes
-minutes.
+arguments that change places, a statement that is gone, the teacher for the student. Texts, annotations, decorators,
+tables of tiles and what Triton compiles are left alone. A fault meets the tests that run its lines, the quickest first,
+of the quick files and those that import the module; with --all of the others that take seconds too. Which these are is
+found by running them once, and kept from run to run in --reached. A test that notices a fault must pass without it.
+What survives is held against tests/equivalents.txt, which lists changes that make no difference, with reasons. Not part
+of CI: it takes minutes.
 """
 
 from __future__ import annotations
@@ -144,6 +144,9 @@ def sites(node: ast.AST) -> Iterator[tuple[ast.AST, list[Any]]]:
                 continue
             # A row of a table of tiles: whether registers hold it is a matter of compiling, and all else of time.
             if isinstance(child, ast.Call) and re.search(r"(Tile|_)Row$", ast.unparse(child.func)):
+                continue
+            # What Triton compiles runs on a GPU only.
+            if isinstance(child, ast.FunctionDef) and any("triton." in ast.unparse(x) for x in child.decorator_list):
                 continue
             if found := list(changes(child, node)):
                 yield child, found
