@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from streamkl_cupy.cli import bench, context_parallel, indexer, report, shapes, 
 from streamkl_cupy.cli.cases import Case
 from streamkl_cupy.cli.peers import Ours
 from streamkl_cupy.cli.shapes import Shape
+from streamkl_cupy.compiler import nvrtc
+from streamkl_cupy.errors import DriverError
 from streamkl_cupy.testing import timing
 from streamkl_cupy.testing.timing import Memory, Outcome, Timing
 
@@ -28,6 +31,122 @@ QUICK = ("--seconds", "0.001", "--rounds", "1")
 def read(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+# --- the clock of a GPU, which a driver stands for that counts ---
+
+
+class Cards:
+    """CuPy on a GPU whose work takes as many milliseconds as it is told."""
+
+    def __init__(self) -> None:
+        self.now, self.free, self.log = 0.0, 1000, list[Any]()
+        self.cuda = self.runtime = self
+        self.capability = True
+
+    def is_available(self) -> bool:
+        return self.capability
+
+    def Device(self) -> Any:
+        return SimpleNamespace(compute_capability="90", attributes={"L2CacheSize": 50})
+
+    def memGetInfo(self) -> tuple[int, int]:
+        return self.free, 2000
+
+    def deviceSynchronize(self) -> None:
+        self.log.append("wait")
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=lambda: self.log.append("release"))
+
+    def Event(self) -> Any:
+        event = SimpleNamespace()
+        event.record = lambda: setattr(event, "at", self.now)
+        return event
+
+    def get_elapsed_time(self, start: Any, stop: Any) -> float:
+        return float(stop.at - start.at)
+
+    def hold(self, grid: Any, block: Any, given: Any) -> None:
+        self.log.append((grid, block, *given))
+        self.now += 1000  # before the first event
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
+    cards = Cards()
+    monkeypatch.setattr(nvrtc, "import_cupy", lambda: cards)
+    loaded = SimpleNamespace(function=cards.hold)
+    monkeypatch.setattr(nvrtc, "load", lambda text, symbol, arch: cards.log.append((symbol, arch)) or loaded)
+    return cards
+
+
+def test_a_gpu_is_timed_by_its_own_clock(cards: Cards) -> None:
+    timer = timing.DeviceTimer()
+    assert cards.log == [("hold", "sm_90")]
+    assert (timer.cold_bytes, timer.capacity) == (100, 2000.0)
+    cards.log.clear()
+
+    def work(milliseconds: float) -> Any:
+        def call() -> None:
+            cards.now += milliseconds
+            time.sleep(milliseconds / 1e3)
+
+        return call
+
+    found, host = timer.time([work(1.0), work(4.0), work(2.0)], hold=1.5)
+    assert found == [1.0, 4.0, 2.0]
+    assert 4.0 <= host < 400
+    assert cards.log == [((1,), (1,), 3_000_000)] * 3 + ["wait"]
+    cards.log.clear()
+    timer.time([work(0.0)], hold=1e9)
+    assert cards.log[0][2] == 10_000_000  # no longer than is bearable
+    cards.capability = False
+    with pytest.raises(DriverError, match="no usable NVIDIA driver"):
+        timing.DeviceTimer()
+
+
+def test_memory_of_a_gpu_is_its_peak_beyond_what_there_was(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both frameworks' allocators, of a call that has run before."""
+    pytest.importorskip("cupy")
+    timer = timing.DeviceTimer()
+    hooks: list[Any] = []
+    made = timing._peak_hook
+
+    class Hook:
+        def __enter__(self) -> Any:
+            hooks.append(made(cards))
+            return hooks[-1]
+
+        def __exit__(self, *error: Any) -> None:
+            pass
+
+    monkeypatch.setattr(timing, "_peak_hook", lambda cupy: Hook())
+    monkeypatch.setattr(timing.gc, "collect", lambda: 0)
+    monkeypatch.setattr(timing, "_torch", lambda: None)
+    calls: list[int] = []
+
+    def call() -> None:
+        calls.append(len(hooks))
+        if hooks:
+            for size in (100, 300):
+                hooks[0].malloc_postprocess(mem_size=size)
+            hooks[0].free_postprocess(mem_size=300)
+            hooks[0].malloc_postprocess(mem_size=250)
+            cards.free -= 30
+
+    assert timer.memory(call) == Memory(400, 30)
+    assert calls == [0, 1]
+    assert cards.log[-3:] == ["wait", "release", "wait"]
+    hooks.clear()
+    use = SimpleNamespace(
+        reset_peak_memory_stats=lambda: None, memory_allocated=lambda: 70, max_memory_allocated=lambda: 90,
+        empty_cache=lambda: cards.log.append("empty"),
+    )  # fmt: skip
+    monkeypatch.setattr(timing, "_torch", lambda: SimpleNamespace(cuda=use))
+    assert timer.memory(call) == Memory(420, 30)
+    assert cards.log[-4:] == ["wait", "release", "empty", "wait"]
+    assert timer.memory(lambda: setattr(cards, "free", cards.free + 5)).driver == 0
 
 
 # --- steps of trainers ---
@@ -198,7 +317,7 @@ def test_inputs_overflow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "verify", lambda case, given: "")
     for size in (0, 1, 3.5, 4, 1000):
         timer = SimpleNamespace(cold_bytes=int(size * case.input_bytes))
-        bench.run_case(case, "numpy", [Ours()], timer, options, {})  # type: ignore[arg-type]
+        bench.run_case(case, "numpy", [Ours()], timer, options, {})
     assert case.input_bytes == 4 * 4 * 8 * 4
     assert asked == [1, 2, 5, 5, 32]
 
@@ -276,18 +395,18 @@ def test_efficiency_is_dense_time_over_ours_and_the_reduction() -> None:
     whole = SimpleNamespace(case=sparse_attention.Case(shape, 64), reduction=1.0)
     times: dict[str, float] = {}
     outcome = Outcome(Timing(9.0, 10.0, 11.0, 3), Memory(77))
-    ours = sparse_attention.row_of(whole, "streamkl", "forward", Outcome(Timing(1, 8.0, 12, 3)), {})  # type: ignore[arg-type]
+    ours = sparse_attention.row_of(whole, "streamkl", "forward", Outcome(Timing(1, 8.0, 12, 3)), {})
     assert (ours["efficiency"], ours["extra_bytes"], ours["case"]) == (None, None, "dense")
-    dense = sparse_attention.row_of(whole, "torch", "forward", outcome, times)  # type: ignore[arg-type]
+    dense = sparse_attention.row_of(whole, "torch", "forward", outcome, times)
     assert (dense["efficiency"], times) == (1.0, {"forward": 10.0})
-    row = sparse_attention.row_of(some, "streamkl", "forward", Outcome(Timing(4.0, 5.0, 6.0, 3), Memory(99)), times)  # type: ignore[arg-type]
+    row = sparse_attention.row_of(some, "streamkl", "forward", Outcome(Timing(4.0, 5.0, 6.0, 3), Memory(99)), times)
     assert row["efficiency"] == 0.8
     assert [row[x] for x in ("case", "n", "ms", "p20", "p80", "samples", "extra_bytes", "reduction", "status")] == [
         "1:2", 64, 5.0, 4.0, 6.0, 3, 99, 2.5, "ok",
     ]  # fmt: skip
     assert sparse_attention.line(row).endswith("5.000 ms   reduction 2.50   efficiency 0.80")
     assert sparse_attention.line({**row, "efficiency": None}).endswith("reduction 2.50")
-    bad = sparse_attention.row_of(some, "flex", "backward", Outcome(error="E: no"), times)  # type: ignore[arg-type]
+    bad = sparse_attention.row_of(some, "flex", "backward", Outcome(error="E: no"), times)
     assert sparse_attention.line(bad).split() == ["64", "1:2", "flex", "backward", "E:", "no"]
 
 
@@ -427,7 +546,7 @@ def test_turns_of_sharded_calls_are_medians_beside_the_first(monkeypatch: pytest
     clock = {"one": [8.0, 9.0, 10.0], "back": [1.0, 2.0, 30.0], "two": [3.0, 99.0, 2.0], "away": [4.0, 4.0, 8.0]}
     monkeypatch.setattr(rank, "_clock", lambda call: clock[call].pop(0))
     rows: list[dict[str, Any]] = [{}, {}]
-    rank._take_turns(rows, [("one", "back"), ("two", "away")])  # type: ignore[list-item]
+    rank._take_turns(rows, [("one", "back"), ("two", "away")])
     assert rows == [
         {"forward_ms": 9.0, "backward_ms": 2.0, "forward_times_one": 1.0, "backward_times_one": 1.0},
         {"forward_ms": 3.0, "backward_ms": 4.0, "forward_times_one": 3.0, "backward_times_one": 0.5},
