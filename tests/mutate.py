@@ -87,6 +87,11 @@ def other_side(word: str) -> str:
     return re.sub("teacher|student", lambda found: SWAPPED[found.group()], word)
 
 
+def is_field(node: ast.AST) -> bool:
+    """Whether it is a field of a struct, whose text and whose packing are made of the same list, in whatever order."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "Field"
+
+
 def changes(node: ast.AST, parent: ast.AST) -> Iterator[Any]:
     """Faulty versions of a node; a statement's is "pass", to be left out."""
 
@@ -120,7 +125,7 @@ def changes(node: ast.AST, parent: ast.AST) -> Iterator[Any]:
         ):
             field = "args" if isinstance(node, ast.Call) else "elts"
             for i in range(len(elements) - 1):
-                if ast.dump(elements[i]) != ast.dump(elements[i + 1]):
+                if ast.dump(elements[i]) != ast.dump(elements[i + 1]) and not all(map(is_field, elements[i : i + 2])):
                     yield changed(**{field: [*elements[:i], elements[i + 1], elements[i], *elements[i + 2 :]]})
         case ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break() | ast.Expr(value=ast.Call()):
             yield "pass"
