@@ -112,7 +112,9 @@ def errors(text: str) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_what_plans_promise_is_what_kernels_assert(arch: str, rng: np.random.Generator) -> None:
+def test_what_plans_promise_is_what_kernels_assert(
+    arch: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each kernel and tile one by lot, with other rules each time; other architectures have one of these two."""
     rules: dict[str, Any] = {
         "masks": ("none", str(rng.choice([*catalogue.MASK_CASES]))),
@@ -126,6 +128,9 @@ def test_what_plans_promise_is_what_kernels_assert(arch: str, rng: np.random.Gen
     dims = [catalogue.ATTENTION_DIMS[i] for i in rng.choice(len(catalogue.ATTENTION_DIMS), 3, replace=False)]
     listed += catalogue.attention_entries(arch, dims, masks=("blocks", *rules["masks"][1:]), scores=("dot",))
     listed += catalogue.indexer_entries(arch)[0]
+    # A teacher with several key heads has kernels of its own.
+    monkeypatch.setitem(catalogue._INDEXER_EXTENTS, "K", 4)
+    listed += catalogue.indexer_entries(arch, [(128, 128), (192, 128)], catalogue.ELEMENT_TYPES[:1])[0]
     chosen: dict[object, catalogue.Entry] = {}
     for i in rng.permutation(len(listed)):
         kernel = listed[i].kernel
