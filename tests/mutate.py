@@ -121,7 +121,9 @@ def changes(node: ast.AST, parent: ast.AST) -> Iterator[Any]:
             if isinstance(node, ast.Name) and isinstance(parent, ast.Call) and parent.func is node and value in CALLS:
                 yield changed(id=CALLS[value])
         case ast.Call(args=elements) | ast.Tuple(elts=elements, ctx=ast.Load()) if not (
-            isinstance(parent, ast.Compare) or (isinstance(node, ast.Call) and SYMMETRIC.search(ast.unparse(node)))
+            isinstance(parent, ast.Compare | ast.ExceptHandler)
+            or (isinstance(node, ast.Call) and SYMMETRIC.search(ast.unparse(node)))
+            or (isinstance(parent, ast.Call) and re.match(r"(isinstance|issubclass)\(", ast.unparse(parent)))
         ):
             field = "args" if isinstance(node, ast.Call) else "elts"
             for i in range(len(elements) - 1):
