@@ -1,4 +1,4 @@
-"""What is packed for kernels of a side that is given, read back by name."""
+"""What is packed for kernels of a side that is given, and for rows that are asked for besides, read back by name."""
 
 from __future__ import annotations
 
@@ -124,3 +124,37 @@ def test_a_given_side_is_packed_by_name(
             assert got["out_scale"] == pytest.approx(call.problem.distributions[1].scale)
         assert len(book) == (3 if fused else len(wrt))
         book.clear()
+
+
+@needs_compiler
+@pytest.mark.parametrize("few", [False, True])
+def test_rows_that_are_asked_for_besides_are_packed_by_name(
+    book: Book, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, few: bool
+) -> None:
+    """Entropies, and moments, of which a row has several; where keys are split, of the kernel that joins them too."""
+    paths = test_packing.paths
+
+    def with_rows(name: str) -> dict[str, str]:
+        found = paths(name)
+        base = "base." if name.startswith("Hopper") else ""
+        if "Forward" in name:
+            found |= {f"{base}{x}.pointer": "Q" for x in ("entropy", "moments")}
+            found |= {f"{base}{x}.{axis}": "q" for x in ("entropy", "moments") for axis in ("batch", "head", "row")}
+        return found
+
+    monkeypatch.setattr(test_packing, "paths", with_rows)
+    call = test_packing.Call(rng, 9 if few else M, 70_000 if few else N, (64, 128), MaskSpec())
+    rows = call.problem.queries
+    call.problem = replace(call.problem, divergence="cosine", entropy=True)
+    call.runner = launch.Runner(call.problem)
+    out = {name: SimpleNamespace(ptr=next(call.addresses)) for name in ("teacher_entropy", "moments")}
+    call.rows = call.rows._replace(**out)
+    call.forward()
+    kernels = [got for symbol, got in book if symbol in ("streamkl_forward", "streamkl_combine")]
+    assert len(kernels) == 1 + few
+    for got in kernels:
+        want = under("entropy", {"pointer": out["teacher_entropy"].ptr, "batch": 8 * rows, "head": rows, "row": 1})
+        assert {x: got[x] for x in want} == want
+        # Three to a row: P P, P Q and Q Q.
+        want = under("moments", {"pointer": out["moments"].ptr, "batch": 24 * rows, "head": 3 * rows, "row": 3})
+        assert {x: got[x] for x in want} == want
