@@ -17,7 +17,7 @@ import streamkl_cupy
 from streamkl_cupy import patterns
 from streamkl_cupy.__main__ import main
 from streamkl_cupy.cli import bench, context_parallel, indexer, report, shapes, sparse_attention
-from streamkl_cupy.cli.cases import Case
+from streamkl_cupy.cli.cases import PASSES, Case
 from streamkl_cupy.cli.peers import Ours
 from streamkl_cupy.cli.shapes import Shape
 from streamkl_cupy.compiler import nvrtc
@@ -322,6 +322,26 @@ def test_inputs_overflow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [1, 2, 5, 5, 32]
 
 
+def test_what_is_timed_where_nothing_is_said() -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    for device, want in (
+        ("cuda", [Case("cuda", 1, 8, n, n, 128, 128, "bfloat16", False, PASSES) for n in (4096, 8192, 16384)]),
+        ("cpu", [
+            Case("cpu", 1, 1, n, n, 64, 64, "float32", False, PASSES if n < 16384 else ("forward",))
+            for n in (1024, 2048, 4096, 16384)
+        ]),
+    ):  # fmt: skip
+        assert bench.cases_of(parser.parse_args([]), device) == want
+    for machine in context_parallel.MACHINES.values():
+        for heads, key_heads, tokens in (*machine.shapes, machine.masked):
+            # Two chunks for each of up to four ranks, and of blocks of the pattern in the call with masks.
+            assert (tokens % 8, heads % key_heads) == (0, 0)
+        assert machine.masked[2] % (4 * machine.block) == 0
+    assert set(sparse_attention.SIZES) == set(indexer.SIZES) == set(sparse_attention.DENSE) == {"cuda", "cpu"}
+    assert all(n % 128 == 0 for sizes in sparse_attention.SIZES.values() for n in sizes)
+
+
 def test_what_a_row_of_the_bench_says() -> None:
     row = bench.Row("forward", "streamkl", "ours", "cuda")
     bench._fill(row, Outcome(Timing(1.0, 2.0, 4.0, 9), Memory(3 << 20, 5 << 20)), 6e12)
@@ -410,6 +430,34 @@ def test_efficiency_is_dense_time_over_ours_and_the_reduction() -> None:
     assert sparse_attention.line(bad).split() == ["64", "1:2", "flex", "backward", "E:", "no"]
 
 
+def test_lines_are_printed_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the exit code is of this package alone."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    for module, op, peers in (
+        (sparse_attention, "sparse_attention", ["streamkl", "torch", "streamkl"]),
+        (indexer, "indexer_kl", ["streamkl", "eager", "compile"]),
+    ):
+        few = ["--op", op, "--device", "cpu", "--sizes", "64", "--heads", "2", "--dims", "8", "--block", "16"]
+        few += ["--patterns", "2:2", "--index-heads", "2", "--passes", "forward", "--out", str(tmp_path), "--name", op]
+        for failing, code in (("none", 0), (peers[1], 0), ("streamkl", 1)):
+
+            def measured(variants: Any, timer: Any, failing: str = failing, **how: Any) -> list[Outcome]:
+                good, bad = Outcome(Timing(1.0, 2.0, 3.0, 4), Memory(5)), Outcome(error="E: no")
+                return [bad if variant.title.split()[0] == failing else good for variant in variants]
+
+            monkeypatch.setattr(module, "measure", measured)
+            assert main(["bench", *few]) == code
+            *lines, last = capsys.readouterr().out.splitlines()
+            assert last == f"wrote {tmp_path / op}.csv"
+            lines = [line for line in lines if " forward " in line]
+            assert [next(x for x in line.split() if x in peers) for line in lines] == peers
+            assert [("E: no" in line) for line in lines] == [x == failing for x in peers]
+            assert len(read(tmp_path / f"{op}.csv")) >= 3
+
+
 def test_pairs_of_a_pattern(rng: np.random.Generator) -> None:
     rows, keys = int(rng.integers(20, 40)), int(rng.integers(40, 70))
     pattern = patterns.sharded(3, window=16, stride=2, queries=rows, keys=keys, block=16, causal=True)
@@ -480,6 +528,7 @@ def test_a_line_of_the_indexer_says_how_many_times_ours() -> None:
     assert [row["times_ours"] for row in (first, other, alone)] == [1.0, 1.5, None]
     assert [first[x] for x in ("ms", "p20", "p80", "samples", "extra_bytes", "lse")] == [2.0, 1.0, 3.0, 4, 5, "made"]
     assert other["extra_bytes"] is None
+    assert indexer.line(alone).split() == ["24", "HI", "3", "eager", "backward", "3.000", "ms"]
     assert indexer.line(other).split() == ["24", "HI", "3", "eager", "forward", "3.000", "ms", "1.50", "times", "ours"]
     bad = indexer.row_of(case, "eager", "forward", Outcome(error="E: no"), ours)
     assert indexer.line(bad).endswith("E: no")

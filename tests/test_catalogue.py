@@ -15,6 +15,7 @@ from streamkl_cupy.cli.catalogue import ELEMENT_TYPES, ElementTypes, Extents
 from streamkl_cupy.kernels.gpus import facts_for_arch
 from streamkl_cupy.planning import make_plan
 from streamkl_cupy.problem import Operand
+from streamkl_cupy.rules.masks import MASKS
 
 BF16 = ElementTypes("bfloat16", "bfloat16")
 
@@ -59,6 +60,14 @@ def test_indexers_that_are_timed_find_their_kernels() -> None:
             wrt=("index_q", "index_k", "index_weights"),
         )  # fmt: skip
         assert {(kernel.text, kernel.arch) for kernel in (*plan.forward, *plan.backward)} <= there
+
+
+def test_masks_of_the_list_are_in_the_order_of_kernels_words() -> None:
+    for name, parts in catalogue.MASK_CASES.items():
+        assert list(parts) == sorted(parts, key=list(MASKS).index), name
+        assert name not in MASKS or name in parts
+    assert catalogue.MASK_CASES["none"] == ()
+    assert {*catalogue.MASK_CASES["padding"]} == {"causal", "keys", "query_mask"}
 
 
 def test_problems_of_the_list() -> None:

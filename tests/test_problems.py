@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from streamkl_cupy.testing import problems
 from streamkl_cupy.testing.problems import MASK_OPTIONS, RECIPES, Case, make, upstream
+from streamkl_cupy.testing.reference import rounded
 
 Array = NDArray[Any]
 HARD = {"rising", "falling", "crossing", "spiky", "huge"}
@@ -36,6 +37,10 @@ def test_which_problems_are_hard() -> None:
         assert of.name == name
         assert (of.hard, of.hard_gradients) == (name in HARD, name in HARD | {"near_equal"})
         assert of.dtype_of_inputs == ("float16", "float16", "bfloat16", "bfloat16")
+        for x, dtype in zip(of.arrays, of.dtype_of_inputs, strict=True):
+            assert np.array_equal(rounded(x, dtype), x)
+            # The values are of that type and of no narrower one.
+            assert (dtype == "float16") == (not np.array_equal(rounded(x, "bfloat16"), x))
 
 
 @pytest.mark.parametrize("name", ["gaussian", "signed_scale", "zero_scale"])
