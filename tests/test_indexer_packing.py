@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from test_packing import LOG2E, compiled, needs_compiler, prologue
 
+import streamkl_cupy
 from streamkl_cupy import launch
 from streamkl_cupy.arrays import ArrayView
 from streamkl_cupy.compiler.nvrtc import Loaded
@@ -501,3 +502,21 @@ def test_the_work_is_cut_to_keep_a_gpu_busy(
     ):  # fmt: skip
         assert splits == min(max(-(-wanted // others), 1), -(-N // 64), 64)
     assert cut.shares == min(-(-wanted // (-(-N // 64) * n["B"] * n["J"])), max(cut.strip_tiles, 1), 16)
+
+
+@pytest.mark.parametrize("teacher", ["bfloat16", "float32"])
+@pytest.mark.parametrize("index", ["bfloat16", "float32"])
+def test_products_of_float32_have_kernels_that_multiply_it(teacher: str, index: str) -> None:
+    """Hopper's own multiply 16-bit elements: scores are theirs if both sides are such, gradients if the student is."""
+    types = {"bfloat16": pytest.importorskip("ml_dtypes").bfloat16, "float32": np.float32}
+    q, k = (np.empty((1, h, 512, 128), types[teacher]) for h in (16, 1))
+    index_q, index_k = (np.empty(x, types[index]) for x in ((1, 8, 512, 64), (1, 512, 64)))
+    weights = np.empty((1, 8, 512), np.float32)
+    found: Any = streamkl_cupy.indexer_kl_plan(
+        q, k, index_q, index_k, weights, index_scale=1.0, causal=True, arch="sm_90"
+    )
+    hopper = {kernel.name: kernel.arch == "sm_90a" for kernel in (*found.forward, *found.backward)}
+    scores = {of for name, of in hopper.items() if "_score_" in name or "_stream_" in name}
+    gradients = {of for name, of in hopper.items() if "_query_" in name or "_key_" in name}
+    assert scores == {(teacher, index) == ("bfloat16", "bfloat16")}
+    assert gradients == {index == "bfloat16"}
