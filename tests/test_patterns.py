@@ -1042,7 +1042,6 @@ SIZE = {"queries": 100, "block": 32}
         (lambda: patterns.sharded(4, window=1, stride=[], **SIZE), ValueError, "from near to far"),
         (lambda: patterns.sharded(4, window=1, stride=[4, 8], **SIZE), ValueError, "from near to far"),
         (lambda: patterns.sharded(4, window=1, stride=2.5, **SIZE), TypeError, "stride is a float"),
-        (lambda: patterns.sharded(4, window=1, stride=np.array(2.5), **SIZE), TypeError, "stride is a numpy.ndarray"),
         (
             lambda: patterns.sharded(4, window=1, stride=[(9, 1), (9, 2)], **SIZE),
             ValueError,
