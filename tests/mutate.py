@@ -396,8 +396,9 @@ def main() -> None:
     options = parser.parse_args()
 
     rng = random.Random(options.seed)
-    for name in ("torch", "jax", "matplotlib"):
-        if importlib.util.find_spec(name):
+    # What takes long to import is there in every fork.
+    for name in ("torch._dynamo", "jax.numpy", "matplotlib.pyplot", "cupy"):
+        if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     table: dict[str, Counter[str]] = {}
     options.reached.mkdir(parents=True, exist_ok=True)
