@@ -44,7 +44,7 @@ import pytest
 from reached import PACKAGE, Notes, Record, Test, block_of, digest, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
-# They compile kernels, make environments, draw pictures, ask a type checker or take minutes.
+# They compile kernels, make environments or copies of the tree, draw pictures, ask a type checker or take minutes.
 SLOW = (
     "plans_compile",
     "install",
@@ -53,6 +53,8 @@ SLOW = (
     "soak",
     "readme_table",
     "masks_benchmark",
+    "users_benchmark",
+    "patches",
     "typing",
     "fork",
 )
