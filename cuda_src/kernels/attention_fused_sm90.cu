@@ -396,6 +396,67 @@ private:
     }
 };
 
+__device__ inline u64 stage(u64 first, int slot) { return first + static_cast<u64>(slot * (kStageBytes >> 4)); }
+__device__ inline u64 buffer(u64 first, int slot) { return first + static_cast<u64>(slot * (kExchangeBytes >> 4)); }
+
+// dQ of a tile, added to its sums, by the warpgroup whose turn it is.
+using QueryPart = float[kOutTiles][4];
+__device__ inline void issue_queries(const Layout& lay, QueryPart& dq, u32 tile, u64 exchange, u64 keys_out) {
+    mbarrier_wait(lay.made(tile % kExchanges), tile / kExchanges & 1);
+    const u64 exchanged = buffer(exchange, tile % kExchanges);
+    wgmma_fence();
+    if constexpr (kNarrow) {
+        multiply_queries<0, 4>(dq, exchanged, keys_out);
+        wgmma_commit();
+        wgmma_wait<0>();
+        fence_accumulators(dq);
+        multiply(dq, shared_int(lay.exponent(tile % kExchanges, 1)) - shared_int(lay.exponent(tile % kExchanges, 0)));
+        wgmma_fence();
+        multiply_queries<4, 8>(dq, exchanged, keys_out);
+    } else {
+        multiply_queries(dq, exchanged, keys_out);
+    }
+    wgmma_commit();
+}
+__device__ inline void add_queries(const HopperAttentionFusedArgs& all, const Layout& lay, QueryPart& dq, u32 tile) {
+    const int lane = lane_id(), warp = (threadIdx.x / 32) & 3;
+    fence_accumulators(dq);
+    const u32 of_last = tile % kExchanges;
+    const int entry = shared_int(lay.entry(of_last));
+    if constexpr (kNarrow) multiply(dq, -shared_int(lay.exponent(of_last, 1)));
+    __syncwarp();
+    warp_arrive(lay.taken(of_last));
+    float* const sums = reinterpret_cast<float*>(all.workspace) + static_cast<i64>(entry) * AttentionSums::kSums +
+                        warp * kWarpSums + lane * 4;
+#pragma unroll
+    for (int i = 0; i < kOutTiles; ++i) global_add(sums + i * 128, dq[i]);
+}
+
+// One thread of a warpgroup says what work tile it has.
+__device__ inline void put_work(const Layout& lay, int entry, const Halves& halves, int group) {
+    shared_int(lay.work(group)) = entry;
+    shared_int(lay.work(group) + 4) = halves.first[0];
+    shared_int(lay.work(group) + 8) = halves.first[1];
+    shared_int(lay.exponent(kExchanges, group)) = kFirstExponent;
+}
+
+// Scales logit gradients once weights have become operands, in half the registers that they were.
+__device__ inline void scale_after(StripA<KeyTile::kCode, kTiles>& p, float (&d)[kTiles][4], float (&out)[kOutTiles][4],
+                                   const Layout& lay, int group) {
+#pragma unroll
+    for (int k = 0; k < kTiles / 2; ++k) fence_operand(p[k][0].r[0]);
+    fence_accumulators(d);
+    scale(d, out, lay.tops(group), lay.exponent(kExchanges, group), group);
+}
+
+// X^T of a tile is in a buffer: whose it is, by what it is scaled, and that it is there.
+__device__ inline void put_made(const Layout& lay, int made, int slot, int group) {
+    if (threadIdx.x == 0) shared_int(lay.entry(made)) = shared_int(lay.step(slot) + 4);
+    if (kNarrow && threadIdx.x % 128 == 0)
+        shared_int(lay.exponent(made, group)) = shared_int(lay.exponent(kExchanges, group));
+    warp_arrive(lay.made(made));
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     streamkl_attention_fused(const __grid_constant__ HopperAttentionFusedArgs all) {
     extern __shared__ unsigned char shared[];
@@ -427,47 +488,11 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
               grads_out = swizzled_descriptor(lay.grads(0), kColumns * 128);
     const u64 exchange = swizzled_descriptor(lay.exchange(0));
     const u32 exchange_to = fragment_address(lay.exchange(0), 64 * group + 16 * warp, lane);
-    const auto stage = [](u64 first, int slot) { return first + static_cast<u64>(slot * (kStageBytes >> 4)); };
-    const auto buffer = [](u64 first, int slot) { return first + static_cast<u64>(slot * (kExchangeBytes >> 4)); };
     RingCursor<kStages> at;
     u32 count = 0;  // of tiles
     const auto next_step = [&lay, &at]() {
         warp_wait(lay.full(at.slot), at.parity);  // or two arrivals could fall into one phase
         return *reinterpret_cast<const Step*>(__cvta_shared_to_generic(lay.step(at.slot)));
-    };
-
-    // dQ of the last tile, added to its sums, where it is the warpgroup's turn.
-    using Part = float[kOutTiles][4];
-    const auto issue_queries = [&lay, &count, &buffer, exchange, keys_out](Part& dq) {
-        const u32 of_last = count - 1;
-        mbarrier_wait(lay.made(of_last % kExchanges), of_last / kExchanges & 1);
-        const u64 exchanged = buffer(exchange, of_last % kExchanges);
-        wgmma_fence();
-        if constexpr (kNarrow) {
-            multiply_queries<0, 4>(dq, exchanged, keys_out);
-            wgmma_commit();
-            wgmma_wait<0>();
-            fence_accumulators(dq);
-            multiply(dq, shared_int(lay.exponent(of_last % kExchanges, 1)) -
-                             shared_int(lay.exponent(of_last % kExchanges, 0)));
-            wgmma_fence();
-            multiply_queries<4, 8>(dq, exchanged, keys_out);
-        } else {
-            multiply_queries(dq, exchanged, keys_out);
-        }
-        wgmma_commit();
-    };
-    const auto add_queries = [&lay, &count, &all, warp, lane](Part& dq) {
-        fence_accumulators(dq);
-        const u32 of_last = (count - 1) % kExchanges;
-        const int entry = shared_int(lay.entry(of_last));
-        if constexpr (kNarrow) multiply(dq, -shared_int(lay.exponent(of_last, 1)));
-        __syncwarp();
-        warp_arrive(lay.taken(of_last));
-        float* const sums = reinterpret_cast<float*>(all.workspace) + static_cast<i64>(entry) * AttentionSums::kSums +
-                            warp * kWarpSums + lane * 4;
-#pragma unroll
-        for (int i = 0; i < kOutTiles; ++i) global_add(sums + i * 128, dq[i]);
     };
 
 #pragma unroll 1
@@ -476,12 +501,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         if (work.tile == kNoMore) break;
         const Halves halves(n, lay.vectors(at.slot));
         barrier_sync(kWarpgroup + group, 128);  // all have read what is written now
-        if (threadIdx.x % 128 == 0) {
-            shared_int(lay.work(group)) = work.entry;
-            shared_int(lay.work(group) + 4) = halves.first[0];
-            shared_int(lay.work(group) + 8) = halves.first[1];
-            shared_int(lay.exponent(kExchanges, group)) = kFirstExponent;
-        }
+        if (threadIdx.x % 128 == 0) put_work(lay, work.entry, halves, group);
         warp_arrive(lay.empty(at.slot));
         at.advance();
         const int first_key = halves.half(group).begin;
@@ -533,13 +553,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                 else
                     logit_gradients<true>(t, d, stats, lay.vectors(slot), pairs, 0, args.numbers);
                 strip_to_a<KeyTile::kCode, kTiles>(p, t);
-                if constexpr (kNarrow) {
-#pragma unroll
-                    for (int k = 0; k < kTiles / 2; ++k)
-                        fence_operand(p[k][0].r[0]);  // half the registers that they were
-                    fence_accumulators(d[0]);
-                    scale(d[0], out[0], lay.tops(group), lay.exponent(kExchanges, group), group);
-                }
+                if constexpr (kNarrow) scale_after(p, d[0], out[0], lay, group);
                 strip_to_a<KeyTile::kCode, kTiles>(x, d);
             } else {
 #pragma unroll
@@ -559,21 +573,18 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                 wgmma_commit();
             }
             __syncwarp();
-            if (threadIdx.x == 0) shared_int(lay.entry(made)) = shared_int(lay.step(slot) + 4);
-            if (kNarrow && threadIdx.x % 128 == 0)
-                shared_int(lay.exponent(made, group)) = shared_int(lay.exponent(kExchanges, group));
-            warp_arrive(lay.made(made));
+            put_made(lay, made, slot, group);
             if (count > start && count % 2 == group) {
-                Part dq;
+                QueryPart dq;
                 wgmma_wait<kNarrow ? 0 : 1>();
                 fence_accumulators(out_values[0]);
                 if constexpr (kNarrow) fence_accumulators(out[0]);
-                issue_queries(dq);
+                issue_queries(lay, dq, count - 1, exchange, keys_out);
                 wgmma_wait<1>();
                 if constexpr (!kNarrow) fence_accumulators(out[0]);
                 warp_arrive(lay.empty(slot));
                 wgmma_wait<0>();
-                add_queries(dq);
+                add_queries(all, lay, dq, count - 1);
             } else {
                 wgmma_wait<0>();
                 fence_accumulators(out_values[0]);
@@ -583,10 +594,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
             ++count;
         }
         if (count > start && count % 2 == group) {
-            Part dq;
-            issue_queries(dq);
+            QueryPart dq;
+            issue_queries(lay, dq, count - 1, exchange, keys_out);
             wgmma_wait<0>();
-            add_queries(dq);
+            add_queries(all, lay, dq, count - 1);
         }
         warp_arrive(lay.keys_free());
         int exponents[kLaneRows];
