@@ -66,7 +66,7 @@ template <class T> T atomicExch(T*, T);
 
 
 BOXES = {"fused_sm90": "kKeyBox", "indexer_stream_sm90": "kKeyBox", "attention_fused_sm90": "kRows / 2"}
-"""Keys that come at a time, where that is not a tile of them; in one pass over both sides those of the other side."""
+"""Keys that come at a time, where that is not a tile of them; in one pass over both sides those of the score side."""
 
 
 def loaded(kernel: KernelText) -> str:
@@ -126,7 +126,7 @@ def test_what_plans_promise_is_what_kernels_assert(
     }
     if op == "attention_kl":
         dims = [catalogue.DIMS[i] for i in rng.choice(len(catalogue.DIMS), 5, replace=False)]
-        # The widest have keys of the other side in pieces.
+        # The widest have keys of the score side in pieces.
         listed = catalogue.entries(arch, {*dims, max(catalogue.DIMS)}, **rules)[0]
     elif op == "sparse_attention":
         dims = [catalogue.ATTENTION_DIMS[i] for i in rng.choice(len(catalogue.ATTENTION_DIMS), 3, replace=False)]

@@ -41,7 +41,7 @@ constexpr int kVectors = kRowsAreQueries      ? 0
                                               : 3;  // per streamed query: two LSEs, g, the value
 constexpr int kStageBytes = kTileBytes + kVectors * kColumns * 4;
 
-// Of the side that is differentiated, whose keys the gradient adds up; registers are dear, and the other side's logits
+// Of the side that is differentiated, whose keys the gradient adds up; registers are dear, and the score side's logits
 // know no less without it than the log-sum-exp that they meet.
 using Common = CommonPart<OutTile, Score<kSide>>;
 

@@ -18,7 +18,7 @@
 //   full[i]    1 (+ bytes), and 1 when row vectors are written consumers: slot i is filled
 //   empty[i]   one per consumer warp                           the producer: slot i may be overwritten
 //   rows_here  1 (+ bytes)                                     consumers: the resident rows are there
-//   rows_free  one per consumer warp                           the producer: the other side's keys may be exchanged
+//   rows_free  one per consumer warp                           the producer: the score side's keys may be exchanged
 //
 // Rows of a tile that hold an infinity or a NaN are cleared before the product with dX, on tiles that are not visible
 // as a whole: who sees them has NaN already, and who does not must not get it. No atomics and no workspace, but where
@@ -112,17 +112,17 @@ struct Task {
     __device__ Cursor<Mask> walk(const Mask& mask, int head) const {
         return {mask, rows, share_of<Mask>(steps(mask), block, head - first_head)};
     }
-    // Whether the resident rows are other ones than those of the head before: the other side may share keys
+    // Whether the resident rows are other ones than those of the head before: the score side may share keys
     // differently. Then the parity of how often that was before.
     __device__ bool new_rows(const Extents& n, int head) const {
-        return head == heads.begin || other_key(n, head) != other_key(n, head - 1);
+        return head == heads.begin || score_key(n, head) != score_key(n, head - 1);
     }
     __device__ u32 rows_parity(const Extents& n, int head) const {
-        return (other_key(n, head) - other_key(n, heads.begin)) & 1;
+        return (score_key(n, head) - score_key(n, heads.begin)) & 1;
     }
 
 private:
-    __device__ static int other_key(const Extents& n, int head) {
+    __device__ static int score_key(const Extents& n, int head) {
         return head / (kSide == kTeacher ? n.student_group : n.teacher_group);
     }
 };

@@ -575,7 +575,7 @@ private:
             for (int j = 0; j < 2; ++j) {
                 const int e = Accumulators::element(below, j);
                 const float q = exp2_approx(StudentScore::logit(logits[0][n][e], args.student_numbers, stats.x));
-                const bool counts = stats.z != 0.f && seen.sees(key_of(first_key, 2 * n + j));
+                const bool counts = stats.z != 0.f && seen.visible(key_of(first_key, 2 * n + j));
                 d[j] = counts ? stats.z * fmaf(-stats.y, t[0][n][e], q) : 0.f;
             }
             if (first_key + 8 * n >= item.strip_end) continue;  // beyond the strip's tiles

@@ -41,7 +41,7 @@ struct RowKeys {
             bits = reinterpret_cast<const u32*>(args.bits) + batch * args.bits_batch + group * args.bits_group +
                    row * args.bits_row;
     }
-    __device__ bool sees(int key) const {
+    __device__ bool visible(int key) const {
         if constexpr (SKL_BITS) {
             if (!interval.contains(key)) return false;
             return bits[key >> 5] >> (key & 31) & 1;

@@ -59,7 +59,7 @@ class Work:
         return self.problem.side(self.task.side) if self.task.side else self.problem.distributions[-1]
 
     @property
-    def other_side(self) -> Side:
+    def score_side(self) -> Side:
         """The side whose scores are only recomputed."""
         return next(side for name, side in self.problem.sides.items() if name != self.task.side)
 

@@ -2,17 +2,17 @@
 
 Shared memory of a block, bytes, with chunks(D) = ceil(D / 64), `keys` of a block and 64 queries to a tile:
 
-    1024 (alignment) + 128 * keys * (chunks(D_own) + kept) + 8192 * (stages * chunks(D_own) + score_stages * unit)
+    1024 (alignment) + 128 * keys * (chunks(D_grad) + kept) + 8192 * (stages * chunks(D_grad) + score_stages * unit)
         + 16384 * ds_stages + 2048 * staging_tiles * stagings + stages * row_vectors * 256 + barriers + work items
 
-`kept` and `unit` are chunks(D_other) where whole tiles of the other side fit. By pieces `unit` is 1, `kept` are as many
+`kept` and `unit` are chunks(D_score) where whole tiles of the score side fit. By pieces `unit` is 1, `kept` are as many
 chunks of its keys as fit, and stages take what is left. Where it is given, none is kept, a stage has the numbers of a
 tile, 64 * keys * their bytes. Where a tile has all keys of a head, 8192 bytes take the place of the stagings, for a
 query gradient that is written without sums.
 
-Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_own, 16) / 2 of their gradient and 8 of
-the keys themselves; masks with holes, intervals beside four row vectors, an other side beyond 128 and shares of tiles
-leave no room for these. Gradients of D_own beyond 192 do not fit, nor do 256 keys beyond 64. Beyond 128 there is no
+Registers per consumer thread: 64 scores and, for every 128 keys, round_up(D_grad, 16) / 2 of their gradient and 8 of
+the keys themselves; masks with holes, intervals beside four row vectors, a score side beyond 128 and shares of tiles
+leave no room for these. Gradients of D_grad beyond 192 do not fit, nor do 256 keys beyond 64. Beyond 128 there is no
 room for masks of more than bounds, shares, float16's powers of two, or pieces of more than 256 columns.
 """
 
@@ -47,7 +47,7 @@ WHOLE_CHUNK = 8  # tiles of 8 columns, which are staged together where rows are 
 
 @dataclass(frozen=True)
 class _Row(TileRow):
-    """`stages` queries' tiles of the own side are in flight and `score_stages` of the other one."""
+    """`stages` queries' tiles of the grad side are in flight and `score_stages` of the score side."""
 
     score_stages: int = 2
     ds_stages: int = 2
@@ -63,7 +63,7 @@ class _Row(TileRow):
     wide: bool = False
     """That warpgroup multiplies all columns at once, and reads the score gradients once."""
     pieces: bool = False
-    """The other side's queries come in pieces of 64 columns, of which at least `score_stages` are in flight, and of its
+    """The score side's queries come in pieces of 64 columns, of which at least `score_stages` are in flight, and of its
     keys as many columns stay as there is room for; the others come with the queries, 64 keys to a piece."""
     direct: bool = False
     """A tile has all keys of a head: one product makes the gradient of a tile of queries, and that warpgroup writes it.
@@ -130,7 +130,7 @@ _TABLE = (
         max_mask=0,
     ),
     _Row(8, 1, COLUMNS, 3, 1, 128, "the same, and a mask's registers", max_out=128, stagings=2),
-    _Row(8, 1, COLUMNS, 2, 1, 192, "a long other side", max_out=128),
+    _Row(8, 1, COLUMNS, 2, 1, 192, "a long score side", max_out=128),
     _Row(8, 1, COLUMNS, 2, 1, 256, "256 and 128", max_out=128, ds_stages=1),
     _Row(
         8,
@@ -139,7 +139,7 @@ _TABLE = (
         1,
         1,
         576,
-        "an other side of any width, by pieces",
+        "a score side of any width, by pieces",
         max_out=128,
         score_stages=6,
         ds_stages=1,
@@ -164,7 +164,7 @@ _TABLE = (
 )
 
 
-# Beside a teacher that is given: stages of the other side's ring have its numbers.
+# Beside a teacher that is given: stages of the score side's ring have its numbers.
 _GIVEN = (
     _Row(8, 1, COLUMNS, 4, 1, 64, "as far ahead as there is room", max_out=64, score_stages=3, stagings=2),
     _Row(8, 1, COLUMNS, 3, 1, 128, "two tiles of float32 in flight", max_out=128, stagings=2),
@@ -235,7 +235,7 @@ class _Fused(Hopper[_Row]):
         return _own_bytes(work, tile) + _score_bytes(work, tile, kept, stages)
 
     def boxes(self, work: Work, tile: _Row) -> tuple[Box, ...]:
-        if _score_side(work, tile)[0] == chunks(work.other_side.dim):
+        if _score_side(work, tile)[0] == chunks(work.score_side.dim):
             return super().boxes(work, tile)
         specs = work.problem.operation.operand
         return tuple(
@@ -311,7 +311,7 @@ class _Fused(Hopper[_Row]):
 
 
 def _own_bytes(work: Work, tile: _Row) -> int:
-    """Shared memory of all but the other side."""
+    """Shared memory of all but the score side."""
     return (
         ALIGNMENT
         + 128 * chunks(work.side.dim) * (tile.rows + tile.stages * COLUMNS)
@@ -324,14 +324,14 @@ def _own_bytes(work: Work, tile: _Row) -> int:
 
 
 def _score_bytes(work: Work, tile: _Row, kept: int, stages: int) -> int:
-    """Shared memory of the other side, of whose keys so many chunks stay."""
-    stage = COLUMNS * 128 * (1 if tile.pieces else chunks(work.other_side.dim)) + given_bytes(work, tile.rows)
+    """Shared memory of the score side, of whose keys so many chunks stay."""
+    stage = COLUMNS * 128 * (1 if tile.pieces else chunks(work.score_side.dim)) + given_bytes(work, tile.rows)
     return tile.rows * 128 * kept + stages * (stage + 2 * 8)
 
 
 def _score_side(work: Work, tile: _Row) -> tuple[int, int]:
-    """How many chunks of the other side's keys stay, and how many stages its ring has."""
-    kept, stages = chunks(work.other_side.dim), tile.score_stages
+    """How many chunks of the score side's keys stay, and how many stages its ring has."""
+    kept, stages = chunks(work.score_side.dim), tile.score_stages
     if tile.pieces:
         room = GPUS["sm_90"].smem_per_block - _own_bytes(work, tile)
         while kept > 2 and _score_bytes(work, tile, kept, stages) > room:

@@ -28,7 +28,7 @@ struct Entry {
 };
 
 // Whether the pass visits a tile of queries, where all keys of a head are in one work tile. A whole warp.
-__device__ inline bool visited(const Mask& mask, int tile) {
+__device__ inline bool any_visible(const Mask& mask, int tile) {
     const Range keys = keys_of(mask.segment, 0);
     if (keys.empty()) return false;
     Range tiles = covering(mask.queries_of(keys.begin, keys.end), kColumns);
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     if (blockIdx.x == 0 && threadIdx.x == 0) *space.taken = 0;
 
     if constexpr (kDirect && Mask::kParts > 0) {
-        if (!visited(mask, at.tile)) clear_queries(all.fused, at);
+        if (!any_visible(mask, at.tile)) clear_queries(all.fused, at);
     }
     int top = kLowestExponent;
 #pragma unroll

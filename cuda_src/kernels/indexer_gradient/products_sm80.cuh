@@ -20,8 +20,8 @@ struct Products {
     __device__ static void scores(Strip<TILES>& s, IndexTile rows, int row, IndexTile streamed) {
         ::scores<TILES>(s, rows, row, streamed);
     }
-    template <int STEPS, int TILES, class Operand>
-    __device__ static void accumulate(Strip<TILES>& out, const Operand& operand, IndexTile streamed, bool broken) {
+    template <int STEPS, int TILES, class Source>
+    __device__ static void accumulate(Strip<TILES>& out, const Source& operand, IndexTile streamed, bool broken) {
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
             FragmentA<IndexTile::kCode> a;

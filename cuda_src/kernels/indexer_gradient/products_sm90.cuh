@@ -23,8 +23,8 @@ struct Products {
     __device__ static void scores(Strip<TILES>& s, IndexTile rows, int, IndexTile streamed) {
         wide_scores(s, rows, streamed, true);
     }
-    template <int STEPS, int TILES, class Operand>
-    __device__ static void accumulate(Strip<TILES>& out, const Operand& operand, IndexTile streamed, bool broken) {
+    template <int STEPS, int TILES, class Source>
+    __device__ static void accumulate(Strip<TILES>& out, const Source& operand, IndexTile streamed, bool broken) {
         FragmentA<IndexTile::kCode> a[STEPS];
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {

@@ -87,7 +87,7 @@ __device__ inline int key_of(int first, int i) {
 
 // Of a tile that its rows see all of.
 struct AllKeys {
-    __device__ bool sees(int) const { return true; }
+    __device__ bool visible(int) const { return true; }
 };
 
 // Of products of S, with masses or without.
@@ -97,7 +97,7 @@ __device__ inline void absorb(MassState& state, const Strip<kTiles>& t, const St
     float x[2 * kTiles], to = state.r;
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
-        const bool seen = row.sees(key_of(first_key, i));
+        const bool seen = row.visible(key_of(first_key, i));
         const float dot = dots[0][i / 2][Accumulators::element(half, i % 2)];
         // An infinite logit of the teacher shows; those of the student do already.
         x[i] = !seen ? MassState::kUnseenKey : WITH_MASS ? S::logit(dot, n) : fmaf(dot, 0.f, S::logit(dot, n));
@@ -106,7 +106,7 @@ __device__ inline void absorb(MassState& state, const Strip<kTiles>& t, const St
     state.move(to);
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
-        const bool seen = row.sees(key_of(first_key, i));
+        const bool seen = row.visible(key_of(first_key, i));
         const float above = x[i] - to;
         state.l += seen ? exp2_approx(above) : 0.f;
         if constexpr (WITH_MASS) {

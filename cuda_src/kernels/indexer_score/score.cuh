@@ -146,7 +146,8 @@ __device__ inline void read_target(const IndexerArgs& args, int batch, int group
 #pragma unroll
         for (int j = 0; j < 2 * kTiles; ++j) {
             const int key = key_of(first_key, j);
-            if (seen[half].sees(key)) t[0][j / 2][Accumulators::element(half, j % 2)] = from[key * args.target.column];
+            if (seen[half].visible(key))
+                t[0][j / 2][Accumulators::element(half, j % 2)] = from[key * args.target.column];
         }
     }
 }
@@ -302,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
 #pragma unroll
                 for (int j = 0; j < 2 * kTiles; ++j) {
                     const int key = key_of(first_key, j);
-                    if (wanted && seen[half].sees(key))
+                    if (wanted && seen[half].visible(key))
                         to[key * args.target.column] = t[0][j / 2][Accumulators::element(half, j % 2)];
                 }
             } else {
@@ -317,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                         const int e = Accumulators::element(half, j);
                         const float q =
                             exp2_approx(StudentScore::logit(logits[0][n][e], args.student_numbers, stats.x));
-                        const bool counts = stats.z != 0.f && seen[half].sees(key_of(first_key, 2 * n + j));
+                        const bool counts = stats.z != 0.f && seen[half].visible(key_of(first_key, 2 * n + j));
                         d[j] = counts ? stats.z * fmaf(-stats.y, t[0][n][e], q) : 0.f;
                     }
                     if (kColumns > kStripTile && first_key >= keys.end) continue;  // beyond the strip's tiles
