@@ -1,8 +1,8 @@
-// 1 - cos of the angle between P and Q, P = softmax of the teacher's logits, Q of the student's: cos = pq / sqrt(pp qq). It
-// cancels where both point alike: the error is a rounding of 1.
+// 1 - cos of the angle between P and Q, P = softmax of the teacher's logits, Q of the student's: cos = pq / sqrt(pp
+// qq). It cancels where both point alike: the error is a rounding of 1.
 //
-// By a logit of P: p_j (cos p_j - q_j), where p = P / sqrt(pp) and q = Q / sqrt(qq), which gradient kernels have in place
-// of P and Q.
+// By a logit of P: p_j (cos p_j - q_j), where p = P / sqrt(pp) and q = Q / sqrt(qq), which gradient kernels have in
+// place of P and Q.
 #pragma once
 #include "divergences/overlap.cuh"
 

@@ -5,8 +5,8 @@
 //     absorb(rows, t, s)       static: adds keys to several rows, t[r] and s[r] as tile/logits.cuh has them: logits
 //                              t[r][i] in base 2 for i < kCount, or t[r].less(i, reference), and what t[r].weights has
 //                              of 2^ that. A pair at kMasked counts for nothing.
-//     absorb_once(rows, t, s)  static: the same of scores that weigh; false: nothing was added, the lane has to ask again
-//                              with logits
+//     absorb_once(rows, t, s)  static: the same of scores that weigh; false: nothing was added, the lane has to ask
+//                              again with logits
 //     merge(other)             joins two states over disjoint keys
 //     shuffle(mask)            the state of the lane `mask` away
 //     store(to, stride), load(from, stride)  the state, or of a later pass its sums, as floats in memory (their number
@@ -20,7 +20,8 @@
 // A divergence that needs log-sum-exps first has several passes, and a RowState of each (SKL_PASS counts them):
 //     kResumes                 whether it is of a later one. Such a state has no log-sum-exps of its own:
 //     resume(moments)          after start(), from what the pass before left of the row
-//     finish(value, moments)   the value, and what the moments are at last; NaN makes what else there is of the row NaN too
+//     finish(value, moments)   the value, and what the moments are at last; NaN makes what else there is of the row NaN
+//                              too
 //
 //   struct LogitGradient<side> derivative of a row's value by one logit, up to a constant:
 //     kFactor                  that constant
@@ -42,8 +43,8 @@ enum : bool { kEntropy = SKL_ENTROPY };  // whether the teacher's entropy is a r
 #ifndef SKL_SOME_KEYS
 #define SKL_SOME_KEYS 0
 #endif
-// Whether rows see keys besides those of the call: the moments of a row are its state then, for others to merge, and its
-// logit gradients do not add up to 0 over these keys.
+// Whether rows see keys besides those of the call: the moments of a row are its state then, for others to merge, and
+// its logit gradients do not add up to 0 over these keys.
 enum : bool { kSomeKeys = SKL_SOME_KEYS };
 
 enum Side { kTeacher = 0, kStudent = 1 };

@@ -1,13 +1,13 @@
 // beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q, P = softmax of the teacher's logits, Q of the
 // student's; with smoothing s, of (1 - s) P + s / n and (1 - s) Q + s / n over the n keys that the row sees.
 //
-// Two passes: the log-sum-exps, and then a sum over keys that nothing rescales. In base 2 with x = log2 P, y = log2 Q and
-// d = y - x the logarithms are of numbers between beta and 1 (1 - beta and 1):
+// Two passes: the log-sum-exps, and then a sum over keys that nothing rescales. In base 2 with x = log2 P, y = log2 Q
+// and d = y - x the logarithms are of numbers between beta and 1 (1 - beta and 1):
 //     log2(P / M) = -log2(beta + (1 - beta) 2^d)     log2(Q / M) = log2(P / M) + d
 // and the other way round where d > 0, so nothing is clamped. Smoothed, P and Q stand for n P + c and n Q + c,
 // c = s / (1 - s), and the logarithms are of their ratio. The first pass leaves n and of both sides the reference and
-// log2 of the sum: added up they would be rounded at the size of logits. Moments of the second are a = sum P log2(P / M),
-// sum Q log2(Q / M) and n.
+// log2 of the sum: added up they would be rounded at the size of logits. Moments of the second are a = sum P log2(P /
+// M), sum Q log2(Q / M) and n.
 //
 // By a logit of P: beta (1 - s) P_j (log(P_j / M_j) - a).
 #pragma once

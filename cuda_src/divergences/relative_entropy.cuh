@@ -1,5 +1,5 @@
-// What the divergences have in common that are sums of P_j (log P_j - log Q_j), whichever distribution is the teacher's:
-// with x = log2 P, y = log2 Q, in base 2.
+// What the divergences have in common that are sums of P_j (log P_j - log Q_j), whichever distribution is the
+// teacher's: with x = log2 P, y = log2 Q, in base 2.
 #pragma once
 #include "divergences/softmax_sums.cuh"
 

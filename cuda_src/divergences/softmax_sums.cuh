@@ -184,8 +184,8 @@ struct SoftmaxSums {
         return is_finite(lse_t) ? kLn2 * (log2f(l_t) - terms[kTerms - 1] / l_t) : lse_t;
     }
 
-    // The natural log-sum-exps, beside a value. Only an infinite or NaN input leads to a value, or a sum of the entropy,
-    // that is not finite.
+    // The natural log-sum-exps, beside a value. Only an infinite or NaN input leads to a value, or a sum of the
+    // entropy, that is not finite.
     __device__ void empty_or_nan(float& value, float& lse_t, float& lse_s) const {
         lse_t = kLn2 * (r_t + log2f(l_t));
         lse_s = kLn2 * (r_s + log2f(l_s));

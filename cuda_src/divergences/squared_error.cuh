@@ -1,8 +1,8 @@
-// sum_j (P_j - Q_j)^2, P = softmax of the teacher's logits, Q of the student's. It is pp - 2 pq + qq, which cancels where
-// both are nearly equal: the error is a rounding of pp + qq.
+// sum_j (P_j - Q_j)^2, P = softmax of the teacher's logits, Q of the student's. It is pp - 2 pq + qq, which cancels
+// where both are nearly equal: the error is a rounding of pp + qq.
 //
-// By a logit of P: 2 P_j (P_j - Q_j - (pp - pq)). Gradient kernels have P and Q times k = 1 / sqrt(max(pp, qq)), which are
-// at most 1 however many keys there are, and the row's weight over k^2.
+// By a logit of P: 2 P_j (P_j - Q_j - (pp - pq)). Gradient kernels have P and Q times k = 1 / sqrt(max(pp, qq)), which
+// are at most 1 however many keys there are, and the row's weight over k^2.
 #pragma once
 #include "divergences/overlap.cuh"
 

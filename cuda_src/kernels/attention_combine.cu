@@ -1,5 +1,5 @@
-// Joins the states of rows whose keys were split. One warp to a row; splits are added in their order, so the result does
-// not depend on who finished first.
+// Joins the states of rows whose keys were split. One warp to a row; splits are added in their order, so the result
+// does not depend on who finished first.
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "divergences/interface.cuh"

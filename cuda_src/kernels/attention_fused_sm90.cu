@@ -15,8 +15,8 @@
 //   producer  one warp; streams tiles of kColumns queries and rows of G through a ring of kStages stages, and their
 //             statistics; between those of two work tiles goes a stage that says so, and what comes: the producer
 //             looks that up while the others are still busy
-//   consumers two warpgroups, one for each half: S^T and dP^T in registers, where they become P^T and X^T, operands A of
-//             dV; X^T goes through shared memory, as operand A of dK, and transposed of dQ. That product is of both
+//   consumers two warpgroups, one for each half: S^T and dP^T in registers, where they become P^T and X^T, operands A
+//             of dV; X^T goes through shared memory, as operand A of dK, and transposed of dQ. That product is of both
 //             halves, and the warpgroups take it in turns, a tile later than all others: nobody waits for the other's
 //             half. Its registers are those that the scores had, and what comes out is added to the sums from there
 //
@@ -29,11 +29,11 @@
 //   made[i]   one per consumer warp            whose turn dQ is: X^T of both halves is in buffer i
 //   taken[i]  one per warp of whose turn it is consumers: buffer i may be overwritten
 //
-// An element type of narrow exponent has X scaled by a power of two for each half. Sums over keys are brought from the first
-// half's to the second's between two products.
+// An element type of narrow exponent has X scaled by a power of two for each half. Sums over keys are brought from the
+// first half's to the second's between two products.
 //
-// G is a copy that attention_rows.cu has made. Of queries in tiles that are not full, and of keys, those are cleared that
-// hold no numbers and that nobody sees: 0 times what such memory holds need not be 0.
+// G is a copy that attention_rows.cu has made. Of queries in tiles that are not full, and of keys, those are cleared
+// that hold no numbers and that nobody sees: 0 times what such memory holds need not be 0.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
@@ -242,8 +242,8 @@ __device__ inline void multiply(float (&x)[kOutTiles][4], int exponent) {
     for (int i = 0; i < 4 * kOutTiles; ++i) x[i / 4][i % 4] *= factor;
 }
 
-// Types of narrow exponent: a power of two that brings X of a tile into their range, one for all of a warpgroup's, so that
-// it does for sums over keys and over queries. Where it has to move, the sums over queries move with it.
+// Types of narrow exponent: a power of two that brings X of a tile into their range, one for all of a warpgroup's, so
+// that it does for sums over keys and over queries. Where it has to move, the sums over queries move with it.
 __device__ inline void scale(float (&x)[kTiles][4], float (&out)[kOutTiles][4], u32 tops, u32 running, int group) {
     float top = 0.f;
     int exponent = shared_int(running);
@@ -620,9 +620,9 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     *taken(all) = 0;
 }
 
-// A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are the
-// upper row, the others the lower one. A thread takes whole parts, neighbours those of one row. Rows without keys get
-// zeros, whatever the keys of their tile hold.
+// A quad's part of a tile of 8 columns is 64 contiguous bytes of the sums: the first halves of its four elements are
+// the upper row, the others the lower one. A thread takes whole parts, neighbours those of one row. Rows without keys
+// get zeros, whatever the keys of their tile hold.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     streamkl_attention_fused_finish(const __grid_constant__ HopperAttentionFusedArgs all) {
     const AttentionGradientArgs& args = all.base;

@@ -1,17 +1,17 @@
-// Attention, backward: the gradient of the queries, or of the keys, of the values or of both. A block owns kRows rows of
-// one operand and streams the rows of the other ones, recomputing the weights P from the saved log-sum-exps. With G the
-// upstream gradient of the results,
+// Attention, backward: the gradient of the queries, or of the keys, of the values or of both. A block owns kRows rows
+// of one operand and streams the rows of the other ones, recomputing the weights P from the saved log-sum-exps. With G
+// the upstream gradient of the results,
 //
 //   stationary queries:  X = P (G V^T - delta)       dQ = c X K         queries and G stay, keys and values come by
-//   stationary keys:     X^T alike                   dK = c X^T Q       keys and values stay, queries and G come by; the
-//                                                    dV = P^T G         query heads that share them are summed here
+//   stationary keys:     X^T alike                   dK = c X^T Q       keys and values stay, queries and G come by;
+//                                                    dV = P^T G         the query heads that share them are summed
 //
 //   per tile: S and G V^T in registers, X and P in their places, packed as operands A, times the streamed tiles read
 //   transposed
 //
 // No atomics: each output element has one owner and a fixed order of addition. An element type of narrow exponent gets
-// P, which is at most 1, times 2^kWeightScale, and X scaled by a power of two per row of the output, which moves when a tile
-// exceeds it; the epilogue takes both back.
+// P, which is at most 1, times 2^kWeightScale, and X scaled by a power of two per row of the output, which moves when a
+// tile exceeds it; the epilogue takes both back.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"

@@ -16,8 +16,8 @@
 //             (+ bytes)
 //   empty[i]  one per consumer warp            the producer: stage i may be overwritten
 //
-// G is a copy that attention_rows.cu has made. Streamed rows that none of the block's rows sees are cleared in tiles that
-// are not full: 0 times what such memory holds need not be 0.
+// G is a copy that attention_rows.cu has made. Streamed rows that none of the block's rows sees are cleared in tiles
+// that are not full: 0 times what such memory holds need not be 0.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"

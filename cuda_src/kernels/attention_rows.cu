@@ -1,8 +1,8 @@
-// What gradients of attention read of each row: its log-sum-exp in base 2, and delta, the product of its result with the
-// upstream gradient of that, less the upstream gradient of the log-sum-exp. kLanes threads to a row. A row without keys
-// has an infinite log-sum-exp, so that all of its weights are 0, and a delta of 0: its upstream gradients, which may be
-// anything, are not used. Where there is a place for it, the upstream gradient comes there too, compact, with zeros for
-// rows without keys: tensor maps are made for it before it is known how the caller's lies in memory.
+// What gradients of attention read of each row: its log-sum-exp in base 2, and delta, the product of its result with
+// the upstream gradient of that, less the upstream gradient of the log-sum-exp. kLanes threads to a row. A row without
+// keys has an infinite log-sum-exp, so that all of its weights are 0, and a delta of 0: its upstream gradients, which
+// may be anything, are not used. Where there is a place for it, the upstream gradient comes there too, compact, with
+// zeros for rows without keys: tensor maps are made for it before it is known how the caller's lies in memory.
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "tile/element.cuh"

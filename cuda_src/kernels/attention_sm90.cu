@@ -1,7 +1,7 @@
 // Attention, forward, on Hopper: the mathematics of attention_sm80.cu with asynchronous copies and warpgroup products.
 //
-//   block     kRows = kGroups x 64 query rows of one head, or of several that read the same keys (tile/packed_rows.cuh),
-//             resident in shared memory
+//   block     kRows = kGroups x 64 query rows of one head, or of several that read the same keys
+//             (tile/packed_rows.cuh), resident in shared memory
 //   producer  one thread; streams tiles of kColumns keys and of their values through a ring of kRing pieces, in turns
 //   consumers kGroups warpgroups, 64 rows each: S (64 x kColumns) and O in registers; the products P V of one tile and
 //             Q K^T of the next are one batch, during which the other warpgroups compute

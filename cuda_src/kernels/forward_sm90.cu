@@ -1,10 +1,11 @@
 // Forward on Hopper: the mathematics of forward_sm80.cu with asynchronous copies and warpgroup products.
 //
-//   block     kRows = kGroups x 64 query rows of one head, or of several that read the same keys (tile/packed_rows.cuh),
-//             resident in shared memory
+//   block     kRows = kGroups x 64 query rows of one head, or of several that read the same keys
+//             (tile/packed_rows.cuh), resident in shared memory
 //   producer  one thread; streams keys through a ring of kRing pieces, a piece being up to kPieceChunks x 64 columns of
-//             kColumns keys of one side; teacher pieces of a tile first, then student pieces. Of a teacher that is given
-//             there are boxes of its numbers in place of these, last and for each group its own (tile/given_swizzled.cuh)
+//             kColumns keys of one side; teacher pieces of a tile first, then student pieces. Of a teacher that is
+//             given there are boxes of its numbers in place of these, last and for each group its own
+//             (tile/given_swizzled.cuh)
 //   consumers kGroups warpgroups, 64 rows each: T and S (64 x 64) in registers, absorbed by the row states; they never
 //             wait for one another
 //

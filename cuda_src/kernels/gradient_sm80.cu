@@ -210,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     const int row = first_row + warp_row + Accumulators::first_row(lane);
     const Numbers numbers{args.teacher_numbers, args.student_numbers};
 
-    // Asked for wherever a tile is used: registers that keep what is cheap to compute are missing elsewhere, and kernels
-    // with none to spare spill.
+    // Asked for wherever a tile is used: registers that keep what is cheap to compute are missing elsewhere, and
+    // kernels with none to spare spill.
     const auto stage = [base](int i) { return Stage{base + kRowBytes + (i % kStages) * kStageBytes}; };
 
     Strip<kOutTiles> out;

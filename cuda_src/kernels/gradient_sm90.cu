@@ -22,9 +22,9 @@
 //
 // Rows of a tile that hold an infinity or a NaN are cleared before the product with dX, on tiles that are not visible
 // as a whole: who sees them has NaN already, and who does not must not get it. No atomics and no workspace, but where
-// blocks share a tile's steps (pipeline/partials.cuh): each output element has one owner and a fixed order of addition. Of the
-// teacher's resident rows kHeld steps are kept in registers (tile/swizzled.cuh). Types of narrow exponent are scaled as
-// in gradient_sm80.cu.
+// blocks share a tile's steps (pipeline/partials.cuh): each output element has one owner and a fixed order of addition.
+// Of the teacher's resident rows kHeld steps are kept in registers (tile/swizzled.cuh). Types of narrow exponent are
+// scaled as in gradient_sm80.cu.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"

@@ -4,8 +4,8 @@
 //   item       kRows query rows of one batch entry and group, and kShareKeys of the keys that they see
 //   producer   one warp; finds items, has keys on their way for as many heads as read them, and streams the queries of
 //              all heads through a ring of pieces, each 64 columns of kRows rows
-//   consumers  two warpgroups, which have the same rows and each a half of a tile's keys: a head's queries are read from
-//              memory once for both, and by no other block that has these keys
+//   consumers  two warpgroups, which have the same rows and each a half of a tile's keys: a head's queries are read
+//              from memory once for both, and by no other block that has these keys
 //
 //   barrier           arrivals                    waited for by
 //   known[i]          1                           consumers: item i is written
@@ -17,9 +17,9 @@
 //   full[i]           1 (+ bytes)                 consumers: piece i has arrived
 //   empty[i]          one per consumer warp       the producer: piece i may be overwritten
 //
-// Where heads of a group read several key heads (kKeysStream), the teacher's keys come in the pieces, behind the queries
-// of their columns, and a cluster of blocks with neighbouring tiles of rows brings each part of them once for all: then
-// the warps of all of its blocks arrive where a piece, or keys, are done with.
+// Where heads of a group read several key heads (kKeysStream), the teacher's keys come in the pieces, behind the
+// queries of their columns, and a cluster of blocks with neighbouring tiles of rows brings each part of them once for
+// all: then the warps of all of its blocks arrive where a piece, or keys, are done with.
 //
 // Of the teacher the next head's product is under way while one head's exponentials are taken. Of the student there are
 // no registers for two products beside both sums: the warpgroups take turns, one multiplies while the other adds.

@@ -1,5 +1,5 @@
-// Rows that a call has left over some of their keys, joined with what another has left over others: states as moments of
-// rows have them, and the results that follow, written over the first call's. One thread per row.
+// Rows that a call has left over some of their keys, joined with what another has left over others: states as moments
+// of rows have them, and the results that follow, written over the first call's. One thread per row.
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "@divergence"

@@ -1,5 +1,5 @@
-// Packs a mask of keys or of query rows, a byte each, to the bits that masks/ reads: 32 to a word, whole words per batch
-// entry, the bits beyond the last one 0. A warp makes a word.
+// Packs a mask of keys or of query rows, a byte each, to the bits that masks/ reads: 32 to a word, whole words per
+// batch entry, the bits beyond the last one 0. A warp makes a word.
 #include "common/sizes.cuh"
 
 extern "C" __global__ void __launch_bounds__(SKL_THREADS)

@@ -1,5 +1,5 @@
-// What gradients read of each row where the divergence has moments: upstream gradient, log-sum-exps and one number, made of
-// what the forward saved. One thread per row; the four lie in the workspace one after the other, compact.
+// What gradients read of each row where the divergence has moments: upstream gradient, log-sum-exps and one number,
+// made of what the forward saved. One thread per row; the four lie in the workspace one after the other, compact.
 #include "common/args.cuh"
 #include "common/math.cuh"
 #include "@divergence"

@@ -68,8 +68,9 @@ struct AllOf : Parts... {
     __device__ bool there(int q) const { return ((q < segment.queries) & ... & Parts::there(q)); }
 
     // What passes every part alone may still be hidden by all of them together, but not inside strips of 16: there a
-    // list says the same of all pairs, and of the others at most one knows queries from one another. Where some of these
-    // are picked, only those are asked about that see the key as far as intervals know, which of one key are exact.
+    // list says the same of all pairs, and of the others at most one knows queries from one another. Where some of
+    // these are picked, only those are asked about that see the key as far as intervals know, which of one key are
+    // exact.
     __device__ bool key_seen(int q0, int q1, int k) const {
         const int strip = kListed ? 16 : q1 - q0;
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// A bit for each key or each query row of a batch entry, 32 to a word, whole words per entry; kernels/mask_bits.cu packs
-// them.
+// A bit for each key or each query row of a batch entry, 32 to a word, whole words per entry; kernels/mask_bits.cu
+// packs them.
 #pragma once
 #include "common/sizes.cuh"
 #include "masks/interface.cuh"

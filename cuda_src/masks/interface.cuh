@@ -21,8 +21,8 @@
 //   kListed   the tiles to visit stand in a list; which work tile a block has follows from one too
 //   kKnowsQueries   rows of one strip of 16 see other keys
 //   kPicksQueries   some of them are not there, and see nothing at all. Where they are stationary, `full` does not ask:
-//             whatever comes of such rows stays their own, and is put aside where it is written. Where they are streamed,
-//             a log-sum-exp of minus infinity tells them from others, in tiles that are not full
+//             whatever comes of such rows stays their own, and is put aside where it is written. Where they are
+//             streamed, a log-sum-exp of minus infinity tells them from others, in tiles that are not full
 //   kShortens what it hides are the last rows or keys: `shorten` takes them from the mask's segment, and the other
 //             parts are not asked about them: a row whose window lies behind the last key sees nothing
 //
@@ -41,9 +41,10 @@ struct Segment {
     int sequence;
 };
 
-// A tile of stationary rows, and which of the steps past it a block takes: all, or one of several shares. Their sums lie
-// in as many slots of a workspace, of which the first is `partial_slot`. Lists come shared, with the tiles of a share in
-// `streamed`; tile/shares.cuh shares the others, and there it counts the steps of all heads, one head after the other.
+// A tile of stationary rows, and which of the steps past it a block takes: all, or one of several shares. Their sums
+// lie in as many slots of a workspace, of which the first is `partial_slot`. Lists come shared, with the tiles of a
+// share in `streamed`; tile/shares.cuh shares the others, and there it counts the steps of all heads, one head after
+// the other.
 struct WorkTile {
     int tile;
     int share, shares;  // 0 shares: nothing to do

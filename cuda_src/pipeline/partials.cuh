@@ -1,14 +1,14 @@
-// Blocks that share a work tile (tile/shares.cuh): each leaves its sums in memory, and whichever comes last adds those of
-// all, in their order, so that the result does not depend on who came last. The few shares of a list are added at once.
-// Others can be many, and are added up a tree, kFan to a node, so that nobody has many to add. Warps own their rows, so
-// each does this on its own:
+// Blocks that share a work tile (tile/shares.cuh): each leaves its sums in memory, and whichever comes last adds those
+// of all, in their order, so that the result does not depend on who came last. The few shares of a list are added at
+// once. Others can be many, and are added up a tree, kFan to a node, so that nobody has many to add. Warps own their
+// rows, so each does this on its own:
 //
 //   arrivals   [slot][warp] int, zero before the launch
 //   sums       [slot][four floats of every thread, one after the other]
 //
 // where slots belong to the shares of the tiles of a batch entry and head. A node has the slot of its first share; who
-// have come there are counted in as many slots further as it is levels above the shares that have come, so that each slot
-// counts for one node only.
+// have come there are counted in as many slots further as it is levels above the shares that have come, so that each
+// slot counts for one node only.
 #pragma once
 #include "common/args.cuh"
 #include "common/config.cuh"
@@ -61,8 +61,8 @@ private:
     __device__ float4* at(int slot) const { return sums + static_cast<i64>(slot) * (TILES * kThreads); }
 };
 
-// Adds what a share has to the sums of all shares of its tile, which are zero before the launch, in whichever order they
-// come: a tile has one slot. True for the warp that has the total then, which came last.
+// Adds what a share has to the sums of all shares of its tile, which are zero before the launch, in whichever order
+// they come: a tile has one slot. True for the warp that has the total then, which came last.
 template <int TILES>
 __device__ inline bool add_to_total(float (&out)[TILES][4], int slot, int shares, const GradientArgs& args) {
     float4* const place =
@@ -88,8 +88,8 @@ __device__ inline bool add_to_total(float (&out)[TILES][4], int slot, int shares
     return true;
 }
 
-// Adds up what the shares of a tile have; `pair` counts the block's batch entry and head. True for the warp that has the
-// total then, and nobody else.
+// Adds up what the shares of a tile have; `pair` counts the block's batch entry and head. True for the warp that has
+// the total then, and nobody else.
 template <int TILES>
 __device__ inline bool add_partials(float (&out)[TILES][4], const WorkTile& work, int pair, const GradientArgs& args) {
     static_assert(Partials::kSums == 4 * TILES * kThreads && Partials::kArrivals == kWarps, "plan: what a slot holds");

@@ -1,5 +1,5 @@
-// The special-function unit, one call per thread, subnormal numbers flushed to zero: 2^x with a relative error of 2^-22,
-// the logarithm to the base 2 with one of 2^-22 (absolute between 1/2 and 2), the reciprocal with one of 1 ulp.
+// The special-function unit, one call per thread, subnormal numbers flushed to zero: 2^x with a relative error of
+// 2^-22, the logarithm to the base 2 with one of 2^-22 (absolute between 1/2 and 2), the reciprocal with one of 1 ulp.
 #pragma once
 
 __device__ inline float exp2_approx(float x) {

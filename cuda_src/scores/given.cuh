@@ -1,6 +1,6 @@
-// Sides whose probabilities are given, or their logarithms: what is read is no dot product, and what it means no choice of
-// the caller's. A probability of 0 is a logit that counts for nothing, as a hidden key's does, but on its side alone; where
-// the divergence is infinite then (SKL_ZEROS is 0), -Inf, which nothing absorbs silently.
+// Sides whose probabilities are given, or their logarithms: what is read is no dot product, and what it means no choice
+// of the caller's. A probability of 0 is a logit that counts for nothing, as a hidden key's does, but on its side
+// alone; where the divergence is infinite then (SKL_ZEROS is 0), -Inf, which nothing absorbs silently.
 #pragma once
 #include "common/math.cuh"
 #include "divergences/interface.cuh"

@@ -1,6 +1,6 @@
-// The logit is the logarithm of the dot product, so that the softmax is what linear attention has: each product over the
-// sum of all. A product below the smallest normal float counts as that, and its logit does not move with it. The scale
-// adds n.offset to all logits.
+// The logit is the logarithm of the dot product, so that the softmax is what linear attention has: each product over
+// the sum of all. A product below the smallest normal float counts as that, and its logit does not move with it. The
+// scale adds n.offset to all logits.
 #pragma once
 #include "ptx/math.cuh"
 #include "scores/interface.cuh"

@@ -1,10 +1,11 @@
-// Logits of another score that are proportional to its scale, softly kept within a cap: cap tanh(logit / cap). The scale in the arguments is divided by the
-// cap already, and n.cap is in base 2.
+// Logits of another score that are proportional to its scale, softly kept within a cap: cap tanh(logit / cap). The
+// scale in the arguments is divided by the cap already, and n.cap is in base 2.
 //
 // Up to kOdd tanh is a polynomial, and no instruction of the special-function unit, which the exponentials keep busy.
-// Where a few arguments are larger, for those that are computed together it is a quotient of two polynomials, up to where
-// tanh is 1 but for rounding. The exponential form takes two of those instructions, and a second formula near 0;
-// tanh.approx is off by 2^-11. Coefficients: least relative error; in float32 1e-7 and 3e-7, most of it from the division.
+// Where a few arguments are larger, for those that are computed together it is a quotient of two polynomials, up to
+// where tanh is 1 but for rounding. The exponential form takes two of those instructions, and a second formula near 0;
+// tanh.approx is off by 2^-11. Coefficients: least relative error; in float32 1e-7 and 3e-7, most of it from the
+// division.
 #pragma once
 #include "ptx/math.cuh"
 #include "scores/interface.cuh"

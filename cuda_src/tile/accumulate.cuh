@@ -15,8 +15,8 @@ __device__ inline void strip_to_a(StripA<CODE, TILES>& a, const Strip<TILES>& x)
 }
 
 // out += a * streamed tile. The matrix unit truncates when it adds; where operands are planes, a tile's many small
-// products are therefore summed apart, and join the long sum by one rounded addition. Beyond a head dim of 192 there are
-// no registers for that.
+// products are therefore summed apart, and join the long sum by one rounded addition. Beyond a head dim of 192 there
+// are no registers for that.
 template <int OUT_TILES, int TILES, class T>
 __device__ inline void accumulate(Strip<OUT_TILES>& out, const StripA<T::kCode, TILES>& a, T streamed) {
     if constexpr (T::E::kPlanes == 1 || OUT_TILES > 24) {

@@ -1,5 +1,5 @@
-// What kernels of attention's gradients have in common, whatever multiplies: the weights of a tile and the gradients of its
-// logits, scales of narrow types, what is written. The kernel has included its mask and the score before.
+// What kernels of attention's gradients have in common, whatever multiplies: the weights of a tile and the gradients of
+// its logits, scales of narrow types, what is written. The kernel has included its mask and the score before.
 #pragma once
 #include "common/args.cuh"
 #include "common/math.cuh"
@@ -164,8 +164,8 @@ __device__ inline void write(u64 head, i64 stride, const Strip<TILES>& out, int 
     }
 }
 
-// All that a block has, or has of a work tile, from the lane's first row on; what it is multiplied by is known here, and so is the segment, found
-// anew: registers are dear in the loop.
+// All that a block has, or has of a work tile, from the lane's first row on; what it is multiplied by is known here,
+// and so is the segment, found anew: registers are dear in the loop.
 __device__ inline void write_gradients(const AttentionGradientArgs& args, const Strip<kOutTiles>& out,
                                        const Strip<kValueTiles>& out_values, const int (&exponent)[kLaneRows], int row,
                                        int index) {

@@ -15,10 +15,10 @@ __device__ inline u32 no_numbers(float4 x) {
     return broken(x.x) | broken(x.y) | broken(x.z) | broken(x.w);
 }
 
-// Clears, of a tile of ROWS rows, those that hold what is no number and that `seen` does not say is seen: 0 times that need
-// not be 0. Who sees a row is a long question beside a pattern, and asked about such rows only. Called by the 128 threads
-// of a warpgroup that multiplies next, with a barrier of their own; several warpgroups may clear the same rows. Chunks
-// of the tile are `pitch` rows apart.
+// Clears, of a tile of ROWS rows, those that hold what is no number and that `seen` does not say is seen: 0 times that
+// need not be 0. Who sees a row is a long question beside a pattern, and asked about such rows only. Called by the 128
+// threads of a warpgroup that multiplies next, with a barrier of their own; several warpgroups may clear the same rows.
+// Chunks of the tile are `pitch` rows apart.
 template <class Side, int ROWS, class Seen>
 __device__ inline void clear_unseen(u32 tile, int pitch, int barrier, Seen seen) {
     const int thread = threadIdx.x & 127;
@@ -40,8 +40,8 @@ __device__ inline void clear_unseen(u32 tile, int pitch, int barrier, Seen seen)
     barrier_sync(barrier, 128);
 }
 
-// The same of a walk's tile: who sees it are the stationary rows, and `streamed` are the rows inside the intervals. Where
-// these are keys the question is short, and rows are cleared whatever they hold: to look takes registers.
+// The same of a walk's tile: who sees it are the stationary rows, and `streamed` are the rows inside the intervals.
+// Where these are keys the question is short, and rows are cleared whatever they hold: to look takes registers.
 template <class Side, int ROWS, class Walk>
 __device__ inline void clear_unseen(u32 tile, const Walk& at, Range streamed, int barrier) {
     const auto seen = [&at, streamed](int r) {

@@ -33,8 +33,8 @@ __device__ inline float2 pair_of(T tile, int row, int column) {
     }
 }
 
-// Rows k..k+15 of the strip's tile as the depth, its columns key..key+15 as the rows of operand A, each row of the strip
-// times its weight; `weights` is where those of the tile lie. A gate lets an element pass or makes it 0.
+// Rows k..k+15 of the strip's tile as the depth, its columns key..key+15 as the rows of operand A, each row of the
+// strip times its weight; `weights` is where those of the tile lie. A gate lets an element pass or makes it 0.
 template <bool GATED, class T>
 __device__ inline void load_weighted_a(FragmentA<T::kCode>& a, T strip, int key, int k, u32 weights,
                                        const float (&left)[4], const float (&right)[4]) {

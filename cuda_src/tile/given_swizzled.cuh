@@ -1,5 +1,5 @@
-// A side that is given, as the Hopper kernels have it: there are no products, and tensor copies bring the numbers of its
-// pairs themselves, in boxes of 64 queries x 128 bytes of keys in the 128-byte swizzle. Lanes read from there what
+// A side that is given, as the Hopper kernels have it: there are no products, and tensor copies bring the numbers of
+// its pairs themselves, in boxes of 64 queries x 128 bytes of keys in the 128-byte swizzle. Lanes read from there what
 // accumulators of a product would have.
 #pragma once
 #include "tile/fragment.cuh"
@@ -40,7 +40,8 @@ struct SwizzledTile<CODE, 0> {
         const u32 first = place(at, Accumulators::first_column(lane_id()), key);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            // The next query and the lane's other key change bits that are not set yet: one register has all four places.
+            // The next query and the lane's other key change bits that are not set yet: one register has all four
+            // places.
             const int query = Accumulators::column(e), other = Accumulators::below(Accumulators::row(e)) * E::kBytes;
             const u32 mine = (first ^ (query << 4) ^ other) + query * 128;
 #pragma unroll

@@ -19,8 +19,8 @@ struct WeightsLess<S, true> {
     __device__ float operator()(float y, float) const { return S::weight(y, factor); }
 };
 
-// The logits of one row that a lane holds, as a divergence asks for them: each, each less a reference, and 2^ that. S is
-// the score whose dots the accumulators hold, N its numbers.
+// The logits of one row that a lane holds, as a divergence asks for them: each, each less a reference, and 2^ that. S
+// is the score whose dots the accumulators hold, N its numbers.
 template <class S, class N, int TILES>
 struct LogitRow {
     FragmentRow<TILES> dots;

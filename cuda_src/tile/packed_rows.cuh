@@ -1,8 +1,8 @@
-// Few queries. Heads that read the same keys of both sides then have the rows of one tile together, kPackedRows to each,
-// of which the first are its queries: row r of a tile is query r % kPackedRows of the tile's head r / kPackedRows. A
-// tensor map's box reaches over as many heads as that takes, and brings zeros for rows beyond the queries; what it
-// brings of heads that read other keys is not used. A strip of 16 rows belongs to one head. 0: all rows of a tile
-// belong to one head.
+// Few queries. Heads that read the same keys of both sides then have the rows of one tile together, kPackedRows to
+// each, of which the first are its queries: row r of a tile is query r % kPackedRows of the tile's head r /
+// kPackedRows. A tensor map's box reaches over as many heads as that takes, and brings zeros for rows beyond the
+// queries; what it brings of heads that read other keys is not used. A strip of 16 rows belongs to one head. 0: all
+// rows of a tile belong to one head.
 //
 // The heads of a tile are a pack. Kernels that stream queries count packs where others count query heads.
 #pragma once
@@ -34,8 +34,8 @@ __device__ inline int heads_together(const X& n) {
 __device__ constexpr int packed_head(int row) { return kPacked ? row / (kPacked ? kPackedRows : 1) : 0; }
 __device__ constexpr int packed_query(int row) { return kPacked ? row % (kPacked ? kPackedRows : 1) : row; }
 
-// Of heads of which `together`, one after the other, may lie in one tile: the packs of so many of them, the first head of
-// a pack, and how many it has.
+// Of heads of which `together`, one after the other, may lie in one tile: the packs of so many of them, the first head
+// of a pack, and how many it has.
 __device__ inline int packs_of(int heads, int together) {
     if constexpr (!kPacked) return heads;
     return heads / together * ceil_div(together, kTileHeads);

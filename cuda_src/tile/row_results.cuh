@@ -1,4 +1,5 @@
-// What a forward, and what joins its splits, write of a row. Templates on the state, because states of a later pass differ.
+// What a forward, and what joins its splits, write of a row. Templates on the state, because states of a later pass
+// differ.
 #pragma once
 #include "common/args.cuh"
 #include "common/math.cuh"

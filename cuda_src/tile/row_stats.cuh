@@ -13,8 +13,8 @@ struct RowStats {
     float value;         // base 2
 };
 
-// The derivative of a row's value by one dot product of a side, up to a constant and without the weight. Of accumulators
-// that have been turned.
+// The derivative of a row's value by one dot product of a side, up to a constant and without the weight. Of
+// accumulators that have been turned.
 template <int SIDE>
 __device__ inline float dot_gradient(float t, float s, const RowStats& row, Numbers numbers) {
     const float x = Score<kTeacher>::logit(t, numbers.teacher, row.lse_t);
@@ -56,9 +56,9 @@ constexpr int kTopExponent = 14;  // they stay below 2^15, half of the type's la
 constexpr int kLowestExponent = kTopExponent - 126;
 
 // One row's saved statistics from global memory; zeros for a row that sees no key, whose memory may hold anything, but
-// for a log-sum-exp that will be asked whether the row is there. Where intervals cannot tell, the forward's log-sum-exp does: no other row has an infinite one. Without branches, so
-// that the reads of several rows are under way together: such a row reads that of the head's first one, which is there
-// even where a sequence without rows ends the array.
+// for a log-sum-exp that will be asked whether the row is there. Where intervals cannot tell, the forward's log-sum-exp
+// does: no other row has an infinite one. Without branches, so that the reads of several rows are under way together:
+// such a row reads that of the head's first one, which is there even where a sequence without rows ends the array.
 __device__ inline RowStats read_row_stats(const GradientArgs& args, const Mask& mask, int b, int h, int q) {
     const bool inside = (q < mask.segment.queries) & !mask.keys_of(q, q + 1).empty();
     const int row = inside ? mask.segment.first_query + q : 0;

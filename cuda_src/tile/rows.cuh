@@ -16,8 +16,8 @@ __device__ constexpr int below_first(int i) {
     return 16 * (i / Accumulators::kRows) + Accumulators::below(i % Accumulators::kRows);
 }
 
-// States of the lane's rows, from `row` on of head `head`, before any key; those of a later pass know what the pass before
-// has of the row.
+// States of the lane's rows, from `row` on of head `head`, before any key; those of a later pass know what the pass
+// before has of the row.
 __device__ inline void start_rows(const ForwardArgs& args, RowState (&state)[kLaneRows], int batch, int head,
                                   const Segment& segment, int row) {
 #pragma unroll

@@ -1,7 +1,7 @@
-// Where tiles of stationary rows are few, several blocks share the steps of one. Counted are those of all query heads that
-// a work tile has, one head after the other: the first share takes the first of them, and so on, and none has fewer than
-// kLeastSteps but the last one. Lists come shared from the host. Kernels for many tiles (not kShared) are without: what
-// sharing takes in registers and instructions is theirs.
+// Where tiles of stationary rows are few, several blocks share the steps of one. Counted are those of all query heads
+// that a work tile has, one head after the other: the first share takes the first of them, and so on, and none has
+// fewer than kLeastSteps but the last one. Lists come shared from the host. Kernels for many tiles (not kShared) are
+// without: what sharing takes in registers and instructions is theirs.
 #pragma once
 #include "tile/schedule.cuh"
 
@@ -12,8 +12,8 @@ constexpr int kLeastSteps = SKL_LEAST_STEPS;
 template <class M>
 constexpr bool kSumsInParts = kShared || M::kListed;
 
-// Says in `block` which share it has of how many; `steps` are those of each of the work tile's `heads`. Where there is no
-// memory for the sums of shares the first one takes all.
+// Says in `block` which share it has of how many; `steps` are those of each of the work tile's `heads`. Where there is
+// no memory for the sums of shares the first one takes all.
 template <class M>
 __device__ inline void take_share(Block& block, int heads, int steps, const Extents& n, bool memory) {
     if constexpr (M::kListed) {
@@ -29,8 +29,8 @@ __device__ inline void take_share(Block& block, int heads, int steps, const Exte
     }
 }
 
-// The same where shares of all tiles are as long, about `size` steps, and blocks take those that begin with the same query
-// heads together: `block` is of `turn_of`, and of n.splits turns a tile with fewer shares has one in some.
+// The same where shares of all tiles are as long, about `size` steps, and blocks take those that begin with the same
+// query heads together: `block` is of `turn_of`, and of n.splits turns a tile with fewer shares has one in some.
 template <class M>
 __device__ inline void take_turn(Block& block, int heads, int steps, const Extents& n, int size, bool memory) {
     if constexpr (kShared && !M::kListed) {

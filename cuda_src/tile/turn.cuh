@@ -2,9 +2,9 @@
 #pragma once
 #include "common/types.cuh"
 
-// Takes the function of a score of dots, in place, of AT_ONCE columns of a lane's accumulators when it comes to the first
-// of them; a score that is linear has none. Each takes registers meanwhile, and the compiler would take as many at once as
-// there are, if there were no branch between them; fewer leave it waiting.
+// Takes the function of a score of dots, in place, of AT_ONCE columns of a lane's accumulators when it comes to the
+// first of them; a score that is linear has none. Each takes registers meanwhile, and the compiler would take as many
+// at once as there are, if there were no branch between them; fewer leave it waiting.
 template <class S, int AT_ONCE = 2, int TILES, class N>
 __device__ inline void turn(float (&x)[TILES][4], int column, const N& n) {
     if constexpr (S::kLinear) {

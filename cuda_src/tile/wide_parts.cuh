@@ -1,5 +1,5 @@
-// Rows of the indexer's operands as products of warpgroups read them, brought there by cp.async: head dims in parts, any
-// strides between rows. Who writes has to say so to the unit that reads: async_fence, then a barrier.
+// Rows of the indexer's operands as products of warpgroups read them, brought there by cp.async: head dims in parts,
+// any strides between rows. Who writes has to say so to the unit that reads: async_fence, then a barrier.
 #pragma once
 #include "ptx/shared.cuh"
 #include "tile/index_parts.cuh"

@@ -284,8 +284,8 @@ private:
         if constexpr (kLong) {
             add_pieces<true>(grad_side, kHalf, kKept, before);
         }
-        // A chunk whose keys come too: those of both consumers behind the queries. The last pieces stay until its product
-        // is under way where the ring has room for both.
+        // A chunk whose keys come too: those of both consumers behind the queries. The last pieces stay until its
+        // product is under way where the ring has room for both.
         constexpr bool kOverlap = kScoreRing >= 2 * (1 + kGroups);
 #pragma unroll 1
         for (int c = kKept; c < ScoreSide::kChunks; ++c) {
@@ -460,8 +460,8 @@ private:
         }
     }
 
-    // The same by pieces. The ring holds less than a tile, so consumers take no turns: what one gives back the other has
-    // read. The next scores come after dK += dS^T Q, because the grad side may have one stage, which its next tile wants.
+    // The same by pieces. The ring holds less than a tile, so consumers take no turns: what one gives back the other
+    // has read. The next scores come after dK += dS^T Q, because the grad side may have one stage, for its next tile.
     template <bool MORE>
     __device__ void step_by_pieces() {
         const int slot = at_grad.slot;

@@ -1,6 +1,6 @@
 // Before and after the pass of fused_sm90.cu: clearing sums and writing what rows contribute; making sums the gradient
-// of the queries. Where the pass writes that gradient itself, there is no after, and before it are cleared the rows that
-// no step of it visits.
+// of the queries. Where the pass writes that gradient itself, there is no after, and before it are cleared the rows
+// that no step of it visits.
 #pragma once
 #include "kernels/fused_sm90/layout.cuh"
 

@@ -1,5 +1,5 @@
-// What gradients of the indexer multiply, and how, by products of a warpgroup: 16-bit elements that are read 16 bytes at a
-// time.
+// What gradients of the indexer multiply, and how, by products of a warpgroup: 16-bit elements that are read 16 bytes
+// at a time.
 #pragma once
 #include "common/args.cuh"
 #include "common/config.cuh"

@@ -6,7 +6,8 @@
 //
 //   block    kRows query rows of one head; kWarps warps of 16 rows each
 //   stream   tiles of kColumns keys, and of the strip beside them, kStages in flight
-//   per tile s = Q K^T as in the forward, the strip's tile as operand A with pairs of closed gates put to zero, X += A K
+//   per tile s = Q K^T as in the forward, the strip's tile as operand A with pairs of closed gates put to zero,
+//            X += A K
 //
 // The kernel has said before what an IndexTile is, how it is loaded, and how it multiplies.
 #pragma once

@@ -1,6 +1,6 @@
-// The indexer's score tile, whatever computes its products: for each tile of rows and keys t = sum_h exp2(c q_h k_h - lse_h) over the teacher's heads
-// and I = sum_h w_h a(q_h k) over the student's, a(s) being s, or max(s, 0) where gates are asked for. Nothing of a head
-// is kept. What becomes of a tile is the ending:
+// The indexer's score tile, whatever computes its products: for each tile of rows and keys t = sum_h exp2(c q_h k_h -
+// lse_h) over the teacher's heads and I = sum_h w_h a(q_h k) over the student's, a(s) being s, or max(s, 0) where gates
+// are asked for. Nothing of a head is kept. What becomes of a tile is the ending:
 //
 //   0 rows     states (r, l, Z, A) of the rows, over the keys of one share; kernels/indexer_join.cu makes rows of them
 //   1 strip    the gradient of the student's logits, u (Q - P), for the kernels that multiply by it
