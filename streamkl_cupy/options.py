@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
     from .patterns import BlockPattern
 
-    # What the type checker sees of them where a function has several signatures.
+    # What the type checker sees of them where a function has several signatures: a part of what people read, once for
+    # all of these. It cannot be made of the table below, which type checkers do not run, nor the table of it without
+    # losing the types of what is parsed; tests/test_signatures.py holds the two together.
 
     class SharedByAll(TypedDict, total=False):
         """Those of every operation over queries and keys of sides."""
