@@ -15,7 +15,7 @@ import numpy as np
 
 from .arguments import FAR, a_kind_of, choice, flag, integer, listed
 from .ops import ATTENTION_KL, ATTENTION_KL_TO, INDEXER_KL, INDEXER_TARGET, OPS, SPARSE_ATTENTION, Op
-from .problem import Side
+from .problem import Problem, Side
 from .rules.divergences import DIVERGENCES, PARAMETERS
 from .rules.masks import ARRAYS
 from .rules.scores import SCORES
@@ -241,7 +241,7 @@ class Options(NamedTuple):
     q_offset: Offset = None
     window: Window = None
     block_mask: Pattern = None
-    divergence: Annotated[str, Row(lambda name, value: choice(name, value, DIVERGENCES), "str")] = "kl"
+    divergence: Annotated[str, Row(lambda name, value: choice(name, value, DIVERGENCES), "str")] = Problem.divergence
     jsd_beta: Number = None
     smoothing: Number = None
     layout: Order = "bhnd"
@@ -348,6 +348,7 @@ TABLES: Final[dict[str, dict[str, Row]]] = {
     op: {name: kind.__metadata__[0] for name, kind in options.__annotations__.items()}
     for op, options in OPTIONS.items()
 }
+SETTINGS: Final = frozenset(name for table in TABLES.values() for name, row in table.items() if row.setting)
 MASK_ARRAYS: Final = {name: array.dtype for name, array in ARRAYS.items()}
 SHARED: Final = {
     op: frozenset(
@@ -361,7 +362,6 @@ SHARED: Final = {
 }
 NO_MASKS: Final = (None,) * len(MASK_ARRAYS)
 _DEFAULTS = {op: options() for op, options in OPTIONS.items()}
-_SETTINGS = {op: tuple(name for name, row in table.items() if row.setting) for op, table in TABLES.items()}
 _MAY_BE_NONE = {
     op: frozenset({name for name, default in options._field_defaults.items() if default is None})
     for op, options in OPTIONS.items()
@@ -394,10 +394,10 @@ def parse(op: Op, given: Mapping[str, Any], symbols: bool = False) -> tuple[Any,
     return options, tuple([given.get(name) for name in MASK_ARRAYS]) if masked else NO_MASKS
 
 
-def settings(op: Op, options: Any) -> tuple[tuple[str, Any], ...]:
+def settings(options: Any) -> tuple[tuple[str, Any], ...]:
     """`Problem.settings` of checked options."""
-    found = [(name, getattr(options, name)) for name in _SETTINGS[op.name]]
-    return tuple([(name, value) for name, value in found if value != getattr(_DEFAULTS[op.name], name)])
+    found = zip(options._fields, options)
+    return tuple([(name, x) for name, x in found if name in SETTINGS and x != options._field_defaults[name]])
 
 
 def further_results(op: Op, options: Any) -> dict[str, tuple[int, ...]]:

@@ -207,7 +207,7 @@ def to_problem(op: Op, inputs: Inputs, chosen: Any, masks: MaskArrays | None = N
         parameters=given_parameters(chosen._asdict()),
         op=op.name,
         extras=tuple(operands[x.name] for x in op.operands if x.extra),
-        settings=settings(op, chosen),
+        settings=settings(chosen),
         **{field: getattr(chosen, option) for option, field in op.problem_fields},
     )
 

@@ -32,7 +32,7 @@ MEANS = replace(
     name="sums_of_means",
     asked_rows=(("entropy", "entropy", "entropy"),),
     saved=(*toy_operation.MEANS.saved[:2], SavedSpec("out", "out"), *toy_operation.MEANS.saved[2:]),
-    settings=(("return_entropy", "entropy"),),
+    problem_fields=(("return_entropy", "entropy"),),
 )
 
 

@@ -178,14 +178,14 @@ def _refuse_distributed(name: str, x: Any) -> None:
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _in_graph(name: str, *args: Any) -> tuple[Tensor, ...]:
+def _in_graph(name: str, dynamo: bool, *args: Any) -> tuple[Tensor, ...]:
     """The operator, with floats that are symbols as a tensor: an operator's float is a constant of the program, and a
     scale or a cap that changes from step to step would mean another program for each step.
 
     One function of the graph, because the tracer of Python code does not tell a symbol from a number.
     """
     of = _operators[name]
-    arrays, options, packed = _packed_numbers(of, args[0], of.call(args[1:]))
+    arrays, options, packed = _packed_numbers(of, dynamo, of.call(args))
     found: tuple[Tensor, ...]
     if _transforms_active():  # which do not support the derivative of an operator
         found = _Transformed.apply(*arrays, options, packed, name)  # type: ignore[no-untyped-call]
@@ -196,10 +196,12 @@ def _in_graph(name: str, *args: Any) -> tuple[Tensor, ...]:
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _in_graph_sunk(name: str, teacher: Tensor | None, student: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+def _in_graph_sunk(
+    name: str, teacher: Tensor | None, student: Tensor | None, dynamo: bool, *args: Any
+) -> tuple[Tensor, ...]:
     """The same with sinks, as a function around the operators."""
     of = _operators[name]
-    arrays, options, packed = _packed_numbers(of, args[0], of.call(args[1:]))
+    arrays, options, packed = _packed_numbers(of, dynamo, of.call(args))
     found: tuple[Tensor, ...] = _Sunk.apply(*arrays, options, packed, name, teacher, student)  # type: ignore[no-untyped-call]
     return found
 
