@@ -16,7 +16,7 @@ from .concurrency import locks
 from .concurrency.locks import ForkLock
 from .errors import DriverError
 from .frameworks import describe
-from .frameworks.base import FRAMEWORKS, QUICK, Framework
+from .frameworks.base import FRAMEWORKS, QUICK, Framework, known
 from .frameworks.cupy import cupy_module
 from .ops import OPS, Op, SavedSpec
 from .options import MASK_ARRAYS, NO_MASKS, Options, parse
@@ -535,7 +535,7 @@ def prepare(op: Op, inputs: Inputs, options: Options, masks: MaskArrays | None =
             problem,
             op,
             op.at,
-            FRAMEWORKS[like.framework].computes(like.device),
+            known(like.framework).computes(like.device),
             problem.row_shape,
             problem.stat_dtype,
             runner.workspace_bytes,
