@@ -176,7 +176,7 @@ class _Call:
     def _make_lse(
         self, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, Place], out: ArrayView
     ) -> None:
-        p, heads, splits = self.problem, self.problem["B"] * self.sizes["H"], self.cut.lse_splits
+        p, heads, splits = self.problem, self.problem["B"] * self.sizes["H"], self.plan.lse_cut.states
         more = args | {"states": room["states"].at, "splits": splits} | _tensor("out_lse", out, p, "BHM")
         for tiles in self._tiles(self.plan.bit_tiles):
             here = more | self._bits(rows, room, tiles)

@@ -171,8 +171,9 @@ class IndexerPlan:
 
     def work(self, shape: IndexerShape, ending: Ending = "rows") -> IndexerWork:
         """What is asked of a kernel of scores or of gradients."""
-        heads = self.sizes["I"] // self.problem.groups
-        return IndexerWork(shape, ending, self.several_keys, self.problem["N"], heads)
+        n, groups = self.sizes, self.problem.groups
+        heads, teacher_heads, chosen = n["I"] // groups, n["H"] // groups, n.get("C", 0)
+        return IndexerWork(shape, ending, self.several_keys, n["N"], heads, teacher_heads, chosen)
 
     def chosen(self, kind: str, work: IndexerWork) -> Chosen:
         """The kernel that does a task."""
@@ -208,7 +209,9 @@ class IndexerPlan:
     @cached_property
     def lse_cut(self) -> RowCut:
         """The same of the teacher's log-sum-exps."""
-        return RowCut(self.cut.lse_splits)
+        kernel, work, *_ = self.score("lse")
+        cut: RowCut = kernel.row_cut(work, self.cut.lse_splits)
+        return cut
 
     @cached_property
     def no_gates(self) -> str:
@@ -315,7 +318,7 @@ class IndexerPlan:
     @cached_property
     def forward(self) -> tuple[KernelText, ...]:
         """All kernels of a forward, or of a target."""
-        join = (self.lse_join,) if self.cut.lse_splits > 1 else ()
+        join = (self.lse_join,) if self.makes_lse and self.lse_cut.states > 1 else ()
         lse = (self.score("lse").text, *join) if self.makes_lse else ()
         if self.problem.operation.rows == ("target",):
             return (*self.before, *lse, self.score("target").text)
@@ -390,7 +393,7 @@ class IndexerPlan:
     def counts(self, tiles: int) -> dict[str, int]:
         """Of what regions of a workspace have entries, with bits and gradients of so many row tiles at a time."""
         n, block = self.sizes, indexer_gated_key_sm90.KEY_BLOCK
-        lse = self.cut.lse_splits * n["H"] if self.makes_lse and self.cut.lse_splits > 1 else 0
+        lse = self.lse_cut.states * n["H"] if self.makes_lse and self.lse_cut.states > 1 else 0
         key_tiles = -(-n["N"] // GRID)
         return {
             **n,

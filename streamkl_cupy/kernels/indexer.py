@@ -78,6 +78,10 @@ class IndexerWork(NamedTuple):
     keys: int = 0
     heads: int = 1
     """Of the student, in a group."""
+    teacher_heads: int = 0
+    """The same of the teacher."""
+    chosen: int = 0
+    """Keys that ids name for a row; 0: there are no ids."""
 
 
 class RowCut(NamedTuple):
