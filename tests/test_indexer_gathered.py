@@ -1,4 +1,4 @@
-"""The kernel that gathers chosen keys, run on the host as a whole: its own text, with a meaning for what it asks the GPU.
+"""The kernels that gather chosen keys, each run on the host as a whole, with a meaning for what it asks the GPU.
 
 Every thread of a block is a coroutine. Copies arrive at once; products are those of the operands that lie in registers
 and in shared memory, swizzled as the hardware reads them.
@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from streamkl_cupy.kernels import indexer_gathered_sm90, indexer_listed_sm90
 from streamkl_cupy.kernels.gpus import GPUS
-from streamkl_cupy.kernels.indexer import OPERANDS, Ending, IndexerShape, IndexerWork
-from streamkl_cupy.kernels.indexer_gathered_sm90 import KERNEL
+from streamkl_cupy.kernels.indexer import OPERANDS, IndexerShape, IndexerWork
 from streamkl_cupy.kernels.structs import INDEXER
 from tests.on_host import built, needs_compiler
 
@@ -42,9 +43,11 @@ static void cp_async_16(unsigned to, const void* from, int bytes) {
     memcpy(memory + to, from, bytes);
 }
 static float of_bf16(unsigned short x) { return __uint_as_float(unsigned(x) << 16); }
-// Element of a row and column of 64, from where a descriptor begins.
-static float at_descriptor(unsigned long long d, int row, int column) {
-    const unsigned start = (d & 0x3fff) << 4, at = start + row * 128 + column * 2;
+// Element of a row and column, from where a descriptor begins; transposed, the rows are those of the depth.
+static float at_descriptor(unsigned long long d, bool transposed, int row, int k) {
+    if (transposed) std::swap(row, k);
+    const unsigned chunk = (d >> 16 & 0x3fff) << 4, column = k;
+    const unsigned at = ((d & 0x3fff) << 4) + (transposed ? column / 64 * chunk : 0) + row * 128 + column % 64 * 2;
     return of_bf16(*reinterpret_cast<unsigned short*>(memory + (at ^ (at >> 7 & 7) << 4)));
 }
 template <bool HALF, int B, int TILES>
@@ -62,112 +65,190 @@ static void wgmma(float (&d)[TILES][4], const unsigned (&a)[4], unsigned long lo
         for (int e = 0; e < 4; ++e) {
             float sum = keep ? d[n][e] : 0.f;
             for (int k = 0; k < 16; ++k)
-                sum += rows[e / 2][k] * at_descriptor(b, 8 * n + threadIdx.x % 4 * 2 + e % 2, k);
+                sum += rows[e / 2][k] * at_descriptor(b, B, 8 * n + threadIdx.x % 4 * 2 + e % 2, k);
             d[n][e] = sum;
         }
 }
 template <bool HALF, int A, int B, int TILES>
 static void wgmma(float (&d)[TILES][4], unsigned long long a, unsigned long long b, int keep) {
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     for (int n = 0; n < TILES; ++n)
         for (int e = 0; e < 4; ++e) {
             float sum = keep ? d[n][e] : 0.f;
             for (int k = 0; k < 16; ++k)
-                sum += at_descriptor(a, threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + e / 2 * 8, k) *
-                       at_descriptor(b, 8 * n + threadIdx.x % 4 * 2 + e % 2, k);
+                sum += at_descriptor(a, A, row + e / 2 * 8, k) *
+                       at_descriptor(b, B, 8 * n + threadIdx.x % 4 * 2 + e % 2, k);
             d[n][e] = sum;
         }
+}
+static void stmatrix_x4(unsigned to, const unsigned (&x)[4]) {
+    unsigned all[32];
+    together(to, [&](const unsigned* x) { return memcpy(all, x, sizeof(all)), 0; });
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < 4; ++i) memcpy(memory + all[8 * i + lane / 4] + 4 * (lane % 4), &x[i], 4);
+}
+static void global_add(float* to, const float (&x)[4]) {
+    for (int i = 0; i < 4; ++i) to[i] += x[i];
+}
+static unsigned pack_bf16(float lo, float hi) {
+    const auto rounded = [](float x) {
+        const unsigned y = __float_as_uint(x);
+        return y + 0x7fff + (y >> 16 & 1) >> 16;
+    };
+    return rounded(lo) | rounded(hi) << 16;
 }
 static float exp2_approx(float x) { return exp2f(x); }
 static float log2_approx(float x) { return log2f(x); }
 """
-NAMES = ("mbarrier_init", "mbarrier_arrive", "mbarrier_wait", "barrier_sync", "cp_async_16", "wgmma", "exp2_approx")
+NAMES = ("mbarrier_init", "mbarrier_arrive", "mbarrier_wait", "barrier_sync", "cp_async_16", "wgmma", "exp2_approx",
+         "log2_approx", "stmatrix_x4", "global_add", "pack_bf16")  # fmt: skip
 DRIVER = r"""
 extern "C" void run_blocks(const IndexerArgs* args, int blocks) {
     for (int i = 0; i < blocks; ++i) {
         barriers.clear(), numbered.clear(), memset(memory, 0xff, sizeof(memory));
         blockIdx.x = i, gridDim.x = blocks;
-        work = [=] { streamkl_indexer_gathered(*args); };
+        work = [=] { %s(*args); };
         run_threads(384);
     }
 }
 """
 
 
-def with_meanings(text: str) -> str:
-    for name in (*NAMES, "log2_approx"):
-        text, count = re.subn(rf"(__device__ inline (?:void|float)) {name}\(", rf"\1 text_{name}(", text)
-        assert count, name
-    return MEANINGS + text
+def on_host(folder: Path, work: IndexerWork, kernel: Any) -> ctypes.CDLL:
+    """A kernel for Hopper."""
+    tile, reason = kernel.choice(work, GPUS["sm_90"])
+    assert tile is not None, reason
+    plan = kernel.plan(work, tile, GPUS["sm_90"])
+    text = re.sub(rf"(__device__ inline (?:void|float|u32)) ({'|'.join(NAMES)})\(", r"\1 text_\2(", plan.text)
+    return built(folder, kernel.stem, MEANINGS + text, DRIVER % plan.symbol)
+
+
+class Call:
+    """Random operands of two batch entries and two groups, and what kernels read of them."""
+
+    def __init__(self, rng: np.random.Generator, gated: bool) -> None:
+        T, R, D = ((64, 32, 72), (136, 0, 64))[int(rng.integers(2))]
+        vectors = frozenset(OPERANDS)
+        shape = IndexerShape("bfloat16", "bfloat16", "float32", T, R, D, gated, True, False, vectors)
+        B, G, N, M, H, HI = self.sizes = 2, 2, 333, 9, int(rng.integers(65, 129)), int(rng.integers(1, 65))
+        chosen = 150
+        self.work = IndexerWork(shape, "rows", False, N, HI, H, chosen)
+
+        def bf16(*of: int) -> np.ndarray:
+            return (rng.standard_normal(of).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+        self.arrays = {
+            "teacher_q": bf16(B, G * H, M, T), "teacher_k": bf16(B, 1, N, T), "rope_q": bf16(B, G * H, M, max(R, 8)),
+            "rope_k": bf16(B, 1, N, max(R, 8)), "index_q": bf16(B, G * HI, M, D), "index_k": bf16(B, G, N, D),
+        }  # fmt: skip
+        interval = np.sort(rng.integers(0, N + 1, (B, M, 2)), -1).astype(np.int32)
+        interval[0, 3] = 0
+        bits = np.zeros((B, G, M, N), bool)
+        for index in np.ndindex(B, G, M):
+            bits[index][rng.choice(N, int(rng.integers(chosen + 1)), replace=False)] = True
+        words = -(-N // 32)
+        packed = np.packbits(np.pad(bits, [(0, 0)] * 3 + [(0, 32 * words - N)]), axis=-1, bitorder="little")
+        lse2 = rng.uniform(3, 9, (B, G * H, M)).astype(np.float32)
+        lse2[:, 1, ::3] = np.inf
+        self.rows = {
+            "row_keys": interval, "bits": np.ascontiguousarray(packed).view(np.uint32), "lse2": lse2,
+            "weights": rng.standard_normal((B, G * HI, M)).astype(np.float32),
+        }  # fmt: skip
+        self.numbers = {"bits_batch": G * M * words, "bits_group": M * words, "bits_row": words, "entries": B}
+        self.numbers |= {"groups": G, "queries": M, "keys": N, "teacher_heads": H, "index_heads": HI, "splits": 1}
+        self.numbers |= {"index_key_heads": G, "tiles": 1, "grid_tiles": 1, "teacher_group": G * H, "rope_group": G * H}
+        tq, tk, rq, rk, iq, ik = self.operands = [
+            (a.astype(np.uint32) << 16).view(np.float32).astype(float) for a in self.arrays.values()
+        ]
+        teacher = np.einsum("bhmd,bnd->bhmn", tq, tk[:, 0]) + (R > 0) * np.einsum("bhmd,bnd->bhmn", rq, rk[:, 0])
+        self.teacher = 0.1 * teacher.reshape(B, G, H, M, N)
+        keys = np.arange(N)
+        self.seen = bits & ((interval[..., :1] <= keys) & (keys < interval[..., 1:]))[:, None]
+        self.masses = np.exp2(self.teacher - lse2.reshape(B, G, H, M)[..., None]).sum(2)
+        self.scores = np.einsum("bghmd,bgnd->bghmn", iq.reshape(B, G, HI, M, D), ik)
+        self.weights = self.rows["weights"].reshape(B, G, HI, M)[..., None]
+        self.logits = 0.3 * (self.weights * self.gated(self.scores)).sum(2)
+
+    def gated(self, scores: np.ndarray) -> np.ndarray:
+        return np.maximum(scores, 0) if self.work.shape.gated else scores
+
+    def run(self, library: ctypes.CDLL, **places: np.ndarray) -> None:
+        """Three blocks; beside regions, places are tensors of which the kernel has strides."""
+        values: dict[str, Any] = dict.fromkeys(INDEXER.leaves, 0) | self.numbers
+        values |= {"teacher_numbers.scale": 0.1, "student_numbers.scale": 0.3}
+        for name, array in {**self.arrays, **self.rows, **places}.items():
+            if name in values:
+                values[name] = array.ctypes.data
+                continue
+            fields = ("batch", "head", "row", "column")[: array.ndim]
+            steps = [x // array.itemsize for x in array.strides]
+            values |= {f"{name}.{field}": step for field, step in zip(fields, steps)}
+            values[f"{name}.pointer"] = array.ctypes.data
+        library.run_blocks(ctypes.c_char_p(INDEXER.pack(values)), 3)
 
 
 @needs_compiler
-@pytest.mark.parametrize("ending", ["rows", "lse"])
-def test_a_call_on_the_host(rng: np.random.Generator, tmp_path: Path, ending: Ending) -> None:
-    T, R, D = ((64, 32, 72), (136, 0, 64))[int(rng.integers(2))]
-    vectors = frozenset(OPERANDS)
-    shape = IndexerShape("bfloat16", "bfloat16", "float32", T, R, D, bool(rng.integers(2)), True, False, vectors)
-    B, G, N, M, H, HI = 2, 2, 333, 67, int(rng.integers(65, 129)), int(rng.integers(1, 65))
-    chosen = 150
-    work = IndexerWork(shape, ending, False, N, HI, H, chosen)
-    tile, reason = KERNEL.choice(work, GPUS["sm_90"])
-    assert tile is not None, reason
-    text = KERNEL.plan(work, tile, GPUS["sm_90"]).text
-    library = built(tmp_path, "gathered", with_meanings(text), DRIVER)
-
-    def bf16(*of: int) -> np.ndarray:
-        return (rng.standard_normal(of).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-    arrays = {
-        "teacher_q": bf16(B, G * H, M, T), "teacher_k": bf16(B, 1, N, T), "rope_q": bf16(B, G * H, M, max(R, 8)),
-        "rope_k": bf16(B, 1, N, max(R, 8)), "index_q": bf16(B, G * HI, M, D), "index_k": bf16(B, G, N, D),
-    }  # fmt: skip
-    interval = np.sort(rng.integers(0, N + 1, (B, M, 2)), -1).astype(np.int32)
-    interval[0, 3] = 0
-    bits = np.zeros((B, G, M, N), bool)
-    for index in np.ndindex(B, G, M):
-        bits[index][rng.choice(N, int(rng.integers(chosen + 1)), replace=False)] = True
-    words = -(-N // 32)
-    packed = np.packbits(np.pad(bits, [(0, 0)] * 3 + [(0, 32 * words - N)]), axis=-1, bitorder="little")
-    packed = np.ascontiguousarray(packed).view(np.uint32)
-    lse2 = rng.uniform(3, 9, (B, G * H, M)).astype(np.float32)
-    lse2[:, 1, ::3] = np.inf
-    weights = rng.standard_normal((B, G * HI, M)).astype(np.float32)
+def test_states_of_rows(rng: np.random.Generator, tmp_path: Path) -> None:
+    call = Call(rng, bool(rng.integers(2)))
+    B, G, _, M, *_ = call.sizes
     states = np.full((B * G, M, 4), np.nan, np.float32)
-    found_lse = np.full((B, G * H, M), np.nan, np.float32)
-    row_keys = np.ascontiguousarray(interval)
-    values = dict.fromkeys(INDEXER.leaves, 0)
-    for name, array in arrays.items():
-        steps = [x // 2 for x in array.strides]
-        fields = ("batch", "head", "row", "column", "pointer")
-        values |= dict(zip((f"{name}.{field}" for field in fields), (*steps, array.ctypes.data), strict=True))
-    if arrays["teacher_k"].shape[1] == 1:
-        values |= {"teacher_group": G * H, "rope_group": G * H}
-    values |= {f"out_lse.{x}": y for x, y in zip(("batch", "head", "row"), (x // 4 for x in found_lse.strides))}
-    places = {"row_keys": row_keys, "bits": packed, "lse2": lse2, "weights": weights, "states": states}
-    values |= {name: array.ctypes.data for name, array in places.items()} | {"out_lse.pointer": found_lse.ctypes.data}
-    values |= {"bits_batch": G * M * words, "bits_group": M * words, "bits_row": words, "entries": B, "groups": G}
-    values |= {"queries": M, "keys": N, "teacher_heads": H, "index_heads": HI, "index_key_heads": G, "splits": 1}
-    values |= {"tiles": 2, "grid_tiles": 2, "teacher_numbers.scale": 0.1, "student_numbers.scale": 0.3}
-    library.run_blocks(ctypes.c_char_p(INDEXER.pack(values)), 3)
-
-    tq, tk, rq, rk, iq, ik = ((a.astype(np.uint32) << 16).view(np.float32).astype(float) for a in arrays.values())
-    teacher = np.einsum("bhmd,bnd->bhmn", tq, tk[:, 0]) + (R > 0) * np.einsum("bhmd,bnd->bhmn", rq, rk[:, 0])
-    teacher = 0.1 * teacher.reshape(B, G, H, M, N)
-    keys = np.arange(N)
-    seen = bits & ((interval[..., :1] <= keys) & (keys < interval[..., 1:]))[:, None]
-    if ending == "lse":
-        with np.errstate(divide="ignore"):
-            expected = np.log((np.exp2(teacher) * seen[:, :, None]).sum(-1))
-        np.testing.assert_allclose(found_lse.reshape(expected.shape), expected, rtol=2e-6, atol=2e-6)
-        return
-    t = np.exp2(teacher - lse2.reshape(B, G, H, M)[..., None]).sum(2)
-    scores = np.einsum("bghmd,bgnd->bghmn", iq.reshape(B, G, HI, M, D), ik)
-    gated = np.maximum(scores, 0) if shape.gated else scores
-    logits = 0.3 * (weights.reshape(B, G, HI, M)[..., None] * gated).sum(2)
+    call.run(on_host(tmp_path, call.work, indexer_gathered_sm90.KERNEL), states=states)
     for index in np.ndindex(B, G, M):
         r, total, mass, terms = states[index[0] * G + index[1], index[2]].astype(float)
-        a, b = t[index][seen[index]], logits[index][seen[index]]
+        a, b = call.masses[index][call.seen[index]], call.logits[index][call.seen[index]]
         assert r == pytest.approx(b.max(initial=-2e30), rel=1e-5)
         expected = [np.exp2(b - r).sum(), a.sum(), (a * (np.log2(a) - b + r)).sum()]
         size = 1 + np.abs(a * (np.log2(a) - b + r)).sum()
         np.testing.assert_allclose([total, mass, terms], expected, rtol=2e-5, atol=2e-5 * size)
+
+
+@needs_compiler
+def test_log_sum_exps_of_heads(rng: np.random.Generator, tmp_path: Path) -> None:
+    call = Call(rng, True)
+    B, G, _, M, H, _ = call.sizes
+    found = np.full((B, G * H, M), np.nan, np.float32)
+    call.run(on_host(tmp_path, call.work._replace(ending="lse"), indexer_gathered_sm90.KERNEL), out_lse=found)
+    with np.errstate(divide="ignore"):
+        expected = np.log((np.exp2(call.teacher) * call.seen[:, :, None]).sum(-1))
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=2e-6, atol=2e-6)
+
+
+@needs_compiler
+def test_gradients(rng: np.random.Generator, tmp_path: Path) -> None:
+    """Scores leave those of logits, which the other kernel multiplies by."""
+    call = Call(rng, bool(rng.integers(2)))
+    B, G, N, M, _, HI = call.sizes
+    D = call.work.shape.index_dim
+    stats = np.zeros((B, G, M, 4), np.float32)
+    stats[..., 0] = rng.uniform(5, 9, (B, G, M))
+    stats[..., 1:3] = rng.uniform(0.1, 1, (B, G, M, 2))
+    stats[0, 1, 5] = 0  # without a gradient
+    most = indexer_gathered_sm90.most_keys(call.work)
+    listed = np.full((B, G, 64, most), np.nan, np.float32)
+    places = {"row_stats": stats, "listed": listed}
+    call.run(on_host(tmp_path, call.work._replace(ending="list"), indexer_gathered_sm90.KERNEL), **places)
+    of_queries = np.full((B, G * HI, M, D), 0xFFFF, np.uint16)
+    of_weights, depth = np.full((B, G * HI, M), np.nan, np.float32), -(-D // 16) * 16
+    sums = np.zeros((B, G, N, depth), np.float32)
+    places |= {"out_q": of_queries, "out_weights": of_weights, "key_sums": sums}
+    call.run(on_host(tmp_path, call.work, indexer_listed_sm90.KERNEL), **places)
+
+    lse2, inverse, u = (stats[..., i, None].astype(float) for i in range(3))
+    d = call.seen * u * (np.exp2(call.logits - lse2) - inverse * call.masses)
+    for index in np.ndindex(B, G, M):
+        expected = d[index][call.seen[index]]
+        if stats[index][2] != 0:
+            np.testing.assert_allclose(listed[index][: len(expected)], expected, rtol=1e-4, atol=1e-5)
+    iq, ik = call.operands[4].reshape(B, G, HI, M, D), call.operands[5]
+    gates = (call.scores > 0) if call.work.shape.gated else np.ones_like(call.scores)
+    factors = d[:, :, None] * call.weights * gates
+    found = (of_queries.astype(np.uint32) << 16).view(np.float32).reshape(B, G, HI, M, D)
+    for got, formula, a, b in (
+        (found, "bghmn,bgnd->bghmd", factors, ik),
+        (sums[..., :D], "bghmn,bghmd->bgnd", factors, iq),
+        (of_weights.reshape(B, G, HI, M), "bghmn,bghmn->bghm", d[:, :, None] + 0 * gates, call.gated(call.scores)),
+    ):
+        size = np.einsum(formula, np.abs(a), np.abs(b))
+        np.testing.assert_array_less(np.abs(got - np.einsum(formula, a, b)), 0.01 * size + 1e-5)
+    assert not found[0, 1, :, 5].any()
+    assert not of_weights.reshape(B, G, HI, M)[0, 1, :, 5].any()

@@ -2,7 +2,7 @@
 // the heads of one query, which all read them.
 //
 //   item       one query row of one batch entry and group, and all keys that its bits leave, in ascending order
-//   producer   a warpgroup; lists the keys of an item, and copies them to a ring of pieces, each 64 columns of 64 keys
+//   producer   a warpgroup; lists the keys of an item (tile/key_list.cuh), and copies them to a ring of pieces, each 64 columns of 64 keys
 //   consumers  two warpgroups. Each has 64 of the teacher's heads, their queries in registers, and all keys of a tile;
 //              of the student both have all heads, and a half of the keys each
 //
@@ -25,6 +25,7 @@
 #include "ptx/shared.cuh"
 #include "tile/fragment.cuh"
 #include "tile/index_parts.cuh"
+#include "tile/key_list.cuh"
 #include "tile/swizzled.cuh"
 
 using TeacherSide = SwizzledTile<SKL_T_ELEMENT, SKL_T_DIM>;
@@ -36,7 +37,6 @@ constexpr int kPieceBytes = kColumns * 128;
 constexpr int kTeacherSteps = TeacherSide::kSteps + RopeSide::kSteps;
 constexpr int kHalfColumns = kColumns / 2;
 constexpr int kConsumers = 2, kConsumerWarps = 8, kProducerWarps = 4;
-constexpr int kMostKeys = SKL_MOST_KEYS;  // of a row
 
 struct Item {
     int row;    // negative: there is no more
@@ -65,7 +65,8 @@ constexpr int kItemsAt = kBarriersAt + 8 * kBarriers;
 
 static_assert(kRows == 64 && kColumns == 64 && kWarps == 4, "plan: a warpgroup has 64 heads, and a tile 64 keys");
 static_assert(!kTeacherIsGiven && SKL_BITS, "plan: the teacher's heads, and ids");
-static_assert(kEnding == kEndsInRows || kEnding == kEndsInLse, "plan: rows, or log-sum-exps of heads");
+static_assert(kEnding == kEndsInRows || kEnding == kEndsInLse || kEnding == kEndsInList,
+              "plan: rows, log-sum-exps of heads, or gradients in the order of lists");
 static_assert(kLag >= 1 && kLag + 2 <= kRing, "plan: consumers have two pieces in hand");
 static_assert(1024 + kItemsAt + 2 * sizeof(Item) == SKL_SMEM_BYTES, "plan: smem_bytes");
 
@@ -108,7 +109,11 @@ struct Producer {
             Item item;
             item.row = first + rows - 1 - static_cast<int>(i / entries);
             item.entry = static_cast<int>(i % entries);
-            item.keys = list_keys(RowKeys(args, item.entry / args.groups, item.entry % args.groups, item.row));
+            item.keys = 0;
+            if (kEnding != kEndsInList || stats_of(args, item.entry, item.row).z != 0.f)
+                item.keys = list_keys<kProducerWarps>(
+                    RowKeys(args, item.entry / args.groups, item.entry % args.groups, item.row), thread, shared.list(),
+                    shared.at<int>(kCountsAt), kWarpgroup + kConsumers);
             put(item);
             copy(item);
             drain();
@@ -117,41 +122,6 @@ struct Producer {
     }
 
 private:
-    // A part of a row's bits to each thread, in their order.
-    __device__ int list_keys(const RowKeys& row) const {
-        const int begin = row.interval.begin / 32, end = ceil_div(row.interval.end, 32);
-        const int each = ceil_div(end - begin, 32 * kProducerWarps);
-        const int from = begin + thread * each, to = min(from + each, end), lane = lane_id(), warp = thread / 32;
-        int count = 0;
-        for (int word = from; word < to; ++word) count += __popc(seen(row, word));
-        int sum = count;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const int before = __shfl_up_sync(~0u, sum, d);
-            if (lane >= d) sum += before;
-        }
-        int* const counts = shared.at<int>(kCountsAt);
-        if (lane == 31) counts[warp] = sum;
-        barrier_sync(kWarpgroup + kConsumers, 32 * kProducerWarps);  // nobody reads the list of the item before either
-        int at = sum - count, all = 0;
-        for (int i = 0; i < kProducerWarps; ++i) {
-            at += i < warp ? counts[i] : 0;
-            all += counts[i];
-        }
-        for (int word = from; word < to; ++word)
-            for (u32 bits = seen(row, word); bits != 0; bits &= bits - 1)
-                shared.list()[at++] = 32 * word + __ffs(bits) - 1;
-        barrier_sync(kWarpgroup + kConsumers, 32 * kProducerWarps);
-        return all;
-    }
-    __device__ static u32 seen(const RowKeys& row, int word) {
-        const int first = row.interval.begin - 32 * word, end = row.interval.end - 32 * word;
-        u32 bits = row.bits[word];
-        if (first > 0) bits &= ~0u << first;
-        if (end < 32) bits &= (1u << end) - 1;
-        return bits;
-    }
-
     __device__ void put(const Item& item) {
         warp_wait(shared.barrier(kOver, items.slot), items.parity ^ 1);
         if (thread == 0) {
@@ -366,8 +336,7 @@ private:
 
     // The teacher's of a tile: heads are rows.
     __device__ void multiply_teacher(float (&s)[kColumns / 8][4], const u32 (&q)[kTeacherSteps][4]) {
-        multiply<kTeacherSteps>(
-            s, [&](int k, u64 piece) { wgmma<TeacherSide::kHalf, 0>(s, q[k], piece, k > 0); });
+        multiply<kTeacherSteps>(s, [&](int k, u64 piece) { wgmma<TeacherSide::kHalf, 0>(s, q[k], piece, k > 0); });
     }
 
     // Sums over the warp's heads, to where those of other warps lie; of heads that count nothing nothing is added.
@@ -414,6 +383,8 @@ private:
             read(weight, args.weights, item, args.index_heads, head, 0.f);
             MassState state;
             state.start();
+            float4 stats = make_float4(0.f, 0.f, 0.f, 0.f);
+            if constexpr (kEnding == kEndsInList) stats = stats_of(args, item.entry, item.row);
             for (int key = 0, tile = 0; key < item.keys; key += kColumns, ++tile) {
                 const int slot = tile % 2;
                 {
@@ -431,15 +402,15 @@ private:
                 }
                 barrier_sync(kTurn, 32 * kConsumerWarps);
                 // Its sums are read by one warpgroup, while the other goes on to the next tile.
-                if (slot == half && warp < kColumns / 32) add_key(state, item, key, slot);
+                if (slot == half && warp < kColumns / 32) add_key(state, stats, item, key, slot);
             }
             if (item.keys > 0) warp_arrive(shared.barrier(kQueriesOver));
-            end_row(item, state);
+            if constexpr (kEnding == kEndsInRows) end_row(item, state);
         }
     }
 
-    // What the lane's key adds to its state of the row.
-    __device__ void add_key(MassState& state, const Item& item, int key, int slot) const {
+    // What the lane's key adds to its state of the row, or the gradient of its logit.
+    __device__ void add_key(MassState& state, const float4& stats, const Item& item, int key, int slot) const {
         const int mine = warp * 32 + lane;
         if (key + mine >= item.keys) return;
         float mass = 0.f, dot = 0.f;
@@ -447,12 +418,17 @@ private:
         for (int w = 0; w < kConsumerWarps; ++w) mass += shared.masses(slot, w)[mine];
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) dot += shared.logits(slot, w)[mine];
-        const float x = StudentScore::logit(dot, args.student_numbers);
-        state.move(fmaxf(state.r, x));
-        const float above = x - state.r;
-        state.l += exp2_approx(above);
-        state.mass += mass;
-        state.terms += mass == 0.f ? 0.f : mass * (log2_approx(mass) - above);
+        if constexpr (kEnding == kEndsInList) {
+            const float q = exp2_approx(StudentScore::logit(dot, args.student_numbers, stats.x));
+            listed_gradients(args, item.entry, item.row)[key + mine] = stats.z * fmaf(-stats.y, mass, q);
+        } else {
+            const float x = StudentScore::logit(dot, args.student_numbers);
+            state.move(fmaxf(state.r, x));
+            const float above = x - state.r;
+            state.l += exp2_approx(above);
+            state.mass += mass;
+            state.terms += mass == 0.f ? 0.f : mass * (log2_approx(mass) - above);
+        }
     }
 
     // Of the lanes that have states, in their order.
@@ -466,8 +442,7 @@ private:
         barrier_sync(kTurn, 32 * kConsumerWarps);
         if (threadIdx.x > 0) return;
         for (int i = 1; i < 4; ++i) state.merge({left[i].x, left[i].y, left[i].z, left[i].w});
-        reinterpret_cast<float4*>(
-            args.states)[static_cast<i64>(item.entry) * args.splits * args.queries + item.row] =
+        reinterpret_cast<float4*>(args.states)[static_cast<i64>(item.entry) * args.splits * args.queries + item.row] =
             make_float4(state.r, state.l, state.mass, state.terms);
     }
 

@@ -228,7 +228,9 @@ class _Call:
         args |= _tensor("out_weights", out.index_weights, p, "BIM")
         args |= _tensor("out_k", out.index_k, p, "BJND")
         args |= {"shares": plan.shares}
-        if plan.no_gates:
+        if not plan.no_lists:
+            self._lists(plan, args, rows, room)
+        elif plan.no_gates:
             self._strips(plan, args, rows, room)
         else:
             self._gated_strips(plan, args, rows, room)
@@ -258,6 +260,22 @@ class _Call:
         if "index_k" in plan.wrt:
             if self.cut.grid_tiles == 0:
                 self._clear(room["key_sums"])
+            self._run(plan.key_sum, indexer_sum.grid(p["N"] * n["D"], p["B"] * n["J"]), args)
+
+    def _lists(
+        self, plan: IndexerPlan, args: dict[str, Value], rows: dict[str, Value], room: Mapping[str, Place]
+    ) -> None:
+        """Some rows at a time: the gradients of the logits of keys that ids name, then all that multiplies by them."""
+        p, n, by_key = self.problem, self.sizes, "index_k" in plan.wrt
+        if by_key:
+            self._clear(room["key_sums"])
+        for tiles in self._tiles(plan.list_tiles):
+            here = args | self._bits(rows, room, tiles)
+            self._run(plan.score("list").text, plan.score_grid("list", len(tiles), 1), here)
+            self._run(
+                plan.listed.text, plan.listed.kernel.grid(len(tiles) * GRID * p["B"] * p.groups, self.facts), here
+            )
+        if by_key:
             self._run(plan.key_sum, indexer_sum.grid(p["N"] * n["D"], p["B"] * n["J"]), args)
 
     def _gated_strips(
@@ -381,6 +399,7 @@ class _Call:
             "strip_number": 0,
             "key_blocks": 0,
             "head_blocks": 0,
+            "listed": 0,
         }
 
     def _bits(self, rows: dict[str, Value], room: Mapping[str, Place], tiles: range) -> dict[str, Value]:

@@ -19,6 +19,7 @@ from ..kernels import (
     indexer_gated_join,
     indexer_gated_key_sm90,
     indexer_gated_query_sm90,
+    indexer_gathered_sm90,
     indexer_join,
     indexer_pack,
     indexer_rows,
@@ -46,6 +47,8 @@ LEAST_GATED_BYTES = 64 << 20
 """Of these strips, whatever the rest takes."""
 BLOCKS_PER_MULTIPROCESSOR = 6
 """Into so many the work is cut, for the last ones to end together."""
+LIST_BYTES = 64 << 20
+"""Of gradients in the order of lists, and of the bits that lists are made of, at a time."""
 BITS_BYTES = 32 << 20
 """Of the bits of chosen keys at a time, in a forward; a backward has those of a strip."""
 MOST_SPLITS = 64
@@ -221,6 +224,30 @@ class IndexerPlan:
         return why_no_gates(self.shape, self.facts)
 
     @cached_property
+    def no_lists(self) -> str:
+        """Why a backward does not go by lists of keys; empty where it does."""
+        if self.problem.deterministic:
+            return "what rows add to a key they add in no fixed order, and deterministic is True"
+        found, refusals = choose("indexer_listed", self.work(self.shape), self.facts)
+        return "" if found else next(iter(refusals.values()))
+
+    @cached_property
+    def listed(self) -> Chosen:
+        """The kernel of all gradients, where it does."""
+        return self.chosen("indexer_listed", self.work(self.shape))
+
+    @cached_property
+    def list_tiles(self) -> int:
+        """Row tiles that it has lists of at a time."""
+        each = 4 * GRID * self.problem["B"] * (self.bit_groups * self.words + self.problem.groups * self.list_keys)
+        return min(max(LIST_BYTES // each, 1), self.cut.grid_tiles)
+
+    @cached_property
+    def list_keys(self) -> int:
+        """Of a row, at most, in whole tiles."""
+        return indexer_gathered_sm90.most_keys(self.work(self.shape))
+
+    @cached_property
     def strip_shape(self) -> IndexerShape:
         """What the kernels of a backward are compiled for."""
         return self.shape._replace(tiled=not self.no_gates)
@@ -283,6 +310,8 @@ class IndexerPlan:
     @cached_property
     def shares(self) -> int:
         """Blocks over which the work of a gradient goes; without gates, the rows of a key tile."""
+        if not self.no_lists:
+            return 1
         return self.cut.shares if self.no_gates else self.facts.multiprocessors
 
     @cached_property
@@ -329,6 +358,9 @@ class IndexerPlan:
         """All kernels of the gradients `wrt`."""
         if not self.wrt:
             return ()
+        if not self.no_lists:
+            sums = (self.key_sum,) if "index_k" in self.wrt else ()
+            return (*self.before, self.score("list").text, self.listed.text, *sums)
         query = [self.query.text] if self.by_query(self.wrt) else []
         key = [self.key.text, self.key_sum] if "index_k" in self.wrt else []
         if self.no_gates:
@@ -360,7 +392,7 @@ class IndexerPlan:
     @cached_property
     def key_sum(self) -> KernelText:
         """What adds up the sums of blocks that share keys."""
-        if self.no_gates:
+        if self.no_gates or not self.no_lists:
             return indexer_sum.plan(self.shape, self.facts)
         return indexer_gated_join.plan(self.strip_shape, self.shares, self.facts)
 
@@ -375,7 +407,10 @@ class IndexerPlan:
         found = self.score("rows")
         if found.kernel.streams:
             return "streamed"
-        return f"not streamed: {next(iter(found.refusals.values()), 'no kernel does that')}"
+        if found.kernel.gathers:
+            return "not streamed: their keys are gathered"
+        reason = next((why for kernel, why in found.refusals.items() if kernel.streams), "no kernel does that")
+        return f"not streamed: {reason}"
 
     @property
     def words(self) -> int:
@@ -405,6 +440,8 @@ class IndexerPlan:
             "strip_tiles": tiles * key_tiles,
             "key_tiles": key_tiles,
             "key_shares": self.shares if self.no_gates else 1,
+            "listed_rows": tiles * GRID,
+            "listed_keys": self.list_keys,
             "shares": self.shares,
             # What blocks leave for others, of one gradient after the other.
             "share_rows": max(GRID * self.block_heads, block),
@@ -421,6 +458,10 @@ class IndexerPlan:
     def backward_sizes(self) -> dict[str, int]:
         """Bytes of the regions of a backward's workspace; where gates are kept, `strips` has what strips have one after
         the other."""
+        if not self.no_lists:
+            counts, names = self.counts(self.list_tiles), ("listed", *(("key_sums",) if "index_k" in self.wrt else ()))
+            regions = self.gradient_regions.only(names).sizes(counts)
+            return {**INDEXER_ROW_REGIONS.only((*ROW_REGIONS, "row_stats")).sizes(counts), **regions}
         counts = self.counts(max((strip.tiles for strip in self.strips), default=0))
         if not self.no_gates:
             strips = max((self.strip_bytes(strip.tiles, strip.pairs) for strip in self.strips), default=0)
@@ -487,10 +528,13 @@ class IndexerPlan:
         if self.wrt:
             least, most = (f([strip.tiles * GRID for strip in self.strips], default=0) for f in (min, max))
             rows = f"{least} to {most} rows" if least < most else counted(most, "row")
+            cut = f"{counted(len(self.strips), 'strip')} of {rows}, shares for {counted(self.shares, 'block')}"
+            gates = f"gates are not kept: {self.no_gates}" if self.no_gates else "gates are kept"
+            if not self.no_lists:
+                cut, gates = f"lists of {self.list_keys} keys", "keys of lists are gathered, as scores left gradients"
             lines += [
-                f"  backward to {', '.join(self.wrt)}, {self.backward_bytes / 2**20:.1f} MiB of workspace, "
-                f"{counted(len(self.strips), 'strip')} of {rows}, shares for {counted(self.shares, 'block')}",
-                f"    gates are not kept: {self.no_gates}" if self.no_gates else "    gates are kept",
+                f"  backward to {', '.join(self.wrt)}, {self.backward_bytes / 2**20:.1f} MiB of workspace, {cut}",
+                f"    {gates}",
                 *(f"    {kernel}" for kernel in self.backward),
             ]
         return "\n".join(lines)

@@ -25,6 +25,7 @@ from . import (
     indexer_gathered_sm90,
     indexer_key_sm80,
     indexer_key_sm90,
+    indexer_listed_sm90,
     indexer_query_sm80,
     indexer_query_sm90,
     indexer_score_sm80,
@@ -50,6 +51,7 @@ KERNELS: dict[str, tuple[Candidate[Any, Any], ...]] = {
     ),
     "indexer_query": (indexer_gated_query_sm90.KERNEL, indexer_query_sm90.KERNEL, indexer_query_sm80.KERNEL),
     "indexer_key": (indexer_gated_key_sm90.KERNEL, indexer_key_sm90.KERNEL, indexer_key_sm80.KERNEL),
+    "indexer_listed": (indexer_listed_sm90.KERNEL,),
 }
 """By kind of task, the most capable first; the last forward and gradients run on every supported GPU."""
 

@@ -28,7 +28,7 @@ from .indexer import (
 )
 from .sm90 import ALIGNMENT, arrivals, chunks
 
-GATHERED_ENDINGS: tuple[Ending, ...] = ("rows", "lse")
+GATHERED_ENDINGS: tuple[Ending, ...] = ("rows", "lse", "list")
 """That there are."""
 COLUMNS = 64
 """Keys of a tile."""
@@ -60,10 +60,16 @@ class Tile(NamedTuple):
     smem_bytes: int
 
 
+def most_keys(work: IndexerWork) -> int:
+    """Of a row's list, in whole tiles."""
+    return -(-min(work.chosen, work.keys) // COLUMNS) * COLUMNS
+
+
 class GatheredSm90(HopperIndexerKernel[Tile], Scores[Tile]):
     """16-bit elements that are read 16 bytes at a time."""
 
     name = "indexer_gathered"
+    gathers = True
 
     def lacks(self, work: IndexerWork, facts: DeviceFacts) -> str:
         shape = work.shape
@@ -81,7 +87,9 @@ class GatheredSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         if work.keys < LEAST_SHARE * work.chosen:
             return f"ids name more than one in {LEAST_SHARE} keys"
         if not LEAST_HEADS <= work.teacher_heads <= HEADS:
-            return f"a group has {work.teacher_heads} heads of the teacher, and it is built for {LEAST_HEADS} to {HEADS}"
+            return (
+                f"a group has {work.teacher_heads} heads of the teacher, and it is built for {LEAST_HEADS} to {HEADS}"
+            )
         if work.heads > GRID:
             return f"a group has {work.heads} heads of the student, and it is built for {GRID}"
         if uneven := read - shape.vectors:
@@ -98,7 +106,7 @@ class GatheredSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         """As many stages as there is memory for."""
         if reason := self.refuses(work, facts):
             return None, reason
-        most = -(-min(work.chosen, work.keys) // COLUMNS) * COLUMNS
+        most = most_keys(work)
         queries = 0 if work.ending == "lse" else chunks(work.shape.index_dim)
         rest = ALIGNMENT + PIECE * queries + 4 * most + SUMS + 8 * 5 + 2 * ITEM_BYTES
         stages = min((facts.smem_per_block - rest) // (PIECE + 16), MOST_STAGES)
