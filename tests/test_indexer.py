@@ -995,7 +995,7 @@ def test_a_call_like_one_before_launches_what_lies_ready(monkeypatch: pytest.Mon
         runner.backward(inputs, rows, out, 0, first)
         assert {name for name, *_ in driver.seen} - {"clear"} == {x.name for x in runner.plan_for(wrt).backward}
         cleared = [(address, size) for name, address, size in driver.seen if name == "clear"]
-        assert cleared
+        assert cleared or (gathered and "index_k" not in wrt)
         assert all(first <= address and address + size <= first + room for address, size in cleared)
 
 
