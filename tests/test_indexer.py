@@ -29,6 +29,7 @@ from streamkl_cupy.kernels import (
     chosen,
     indexer_bits,
     indexer_gated_join,
+    indexer_gathered_sm90,
     indexer_join,
     indexer_pack,
     indexer_rows,
@@ -777,7 +778,7 @@ def kernels_of(shape: IndexerShape, facts: DeviceFacts) -> list[KernelText]:
     """All that a call of the shape may run, of each task the first kernel that does it."""
     half = shape.student == "float16"  # whose gradients are of kept gates
     gradients = [task.kind for task in INDEXER_KL.gradients[:2]]
-    work = [("indexer_score", IndexerWork(shape, x)) for x in ENDINGS if not (half and x == "strip")]
+    work = [("indexer_score", IndexerWork(shape, x)) for x in ENDINGS if x != "list" and not (half and x == "strip")]
     work += [] if half else [(kind, IndexerWork(shape)) for kind in gradients]
     around = [indexer_sum.plan(shape, facts), indexer_scan.plan(shape, facts), indexer_pack.plan(shape, facts)]
     around += [x.plan(facts) for x in (indexer_rows, indexer_bits, indexer_units)]
@@ -796,6 +797,10 @@ def kernels_of(shape: IndexerShape, facts: DeviceFacts) -> list[KernelText]:
         asked = IndexerWork(mapped, ending, several_keys=several, keys=32_768 if several else 780)
         if not indexer_stream_sm90.KERNEL.refuses(asked, facts):
             work.append(("indexer_score", asked))
+    if shape.bits:
+        few = IndexerWork(shape, keys=4096, heads=64, teacher_heads=128, chosen=1024)
+        gathered = [("indexer_score", few._replace(ending=x)) for x in indexer_gathered_sm90.GATHERED_ENDINGS]
+        work += [task for task in (*gathered, ("indexer_listed", few)) if KERNELS[task[0]][0].choice(task[1], facts)[0]]
     found = []
     for kind, asked in work:
         kernel, tile, _ = chosen(kind, asked, facts)

@@ -28,7 +28,7 @@ from ..kernels import (
     indexer_tiles,
     indexer_units,
 )
-from ..kernels.base import Candidate, KernelText
+from ..kernels.base import KernelText
 from ..kernels.gpus import GPUS, DeviceFacts
 from ..kernels.indexer import GRID, OPERANDS, Ending, Grid, IndexerShape, IndexerWork, RowCut, StripCut
 from ..kernels.structs import INDEXER_LINE, INDEXER_ROW_REGIONS, Regions, indexer_gradients, indexer_strip
@@ -140,7 +140,7 @@ class Chosen(NamedTuple):
     """One of `KERNELS`."""
     work: IndexerWork
     text: KernelText
-    refusals: dict[Candidate[Any, Any], str]
+    refusals: dict[Any, str]
     """Why more capable ones do not."""
 
 
