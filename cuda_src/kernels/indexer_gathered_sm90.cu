@@ -69,6 +69,7 @@ static_assert(kEnding == kEndsInRows || kEnding == kEndsInLse || kEnding == kEnd
               "plan: rows, log-sum-exps of heads, or gradients in the order of lists");
 static_assert(kLag >= 1 && kLag + 2 <= kRing, "plan: consumers have two pieces in hand");
 static_assert(1024 + kItemsAt + 2 * sizeof(Item) == SKL_SMEM_BYTES, "plan: smem_bytes");
+static_assert(2 * SKL_CONSUMER_REGISTERS + SKL_PRODUCER_REGISTERS <= 504, "plan: registers that a launch gets");
 
 // Which keys of a list there are.
 struct Listed {

@@ -69,6 +69,7 @@ static_assert(kRows == 64 && kColumns == 64 && kWarps == 4, "plan: a warpgroup h
 static_assert(!IndexSide::kHalf && kDimTiles <= 16, "plan: bfloat16, and sums that are one product wide");
 static_assert(kRing % kConsumers == 0 && kLag >= 1 && kLag + kConsumers <= kRing, "plan: each has a tile in hand");
 static_assert(1024 + kItemsAt + 2 * sizeof(Item) == SKL_SMEM_BYTES, "plan: smem_bytes");
+static_assert(2 * SKL_CONSUMER_REGISTERS + SKL_PRODUCER_REGISTERS <= 504, "plan: registers that a launch gets");
 
 struct Shared {
     u32 base;

@@ -47,7 +47,7 @@ MOST_STAGES = 24
 LAG = 12
 """Pieces that are on their way at a time: 96 KiB."""
 THREADS = 3 * 128
-REGISTERS = 216, 80
+REGISTERS = 216, 72
 """Of consumers and producer."""
 
 

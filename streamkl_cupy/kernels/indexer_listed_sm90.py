@@ -23,7 +23,7 @@ MOST_STAGES = 8
 LAG = 4
 """Tiles that are on their way at a time."""
 THREADS = 3 * 128
-REGISTERS = 216, 80
+REGISTERS = 216, 72
 """Of consumers and producer."""
 
 
