@@ -12,37 +12,22 @@
 //   queries_over   one per consumer warp   the producer: the student's queries may be overwritten
 //   full[i]        one per producer warp   consumers: piece i has arrived; the first of the student's brings its queries
 //   empty[i]       one per consumer warp   the producer: piece i may be overwritten
-//
-// Copies of single rows have no barrier to tell (there is no tensor copy that gathers): each thread waits for its own,
-// kLag pieces behind those it asks for, and then says so for asynchronous readers.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
+#include "kernels/indexer_gathered/roles.cuh"
 #include "kernels/indexer_score/ending.cuh"
-#include "pipeline/barriers.cuh"
-#include "pipeline/ring.cuh"
-#include "ptx/registers.cuh"
-#include "ptx/shared.cuh"
 #include "tile/fragment.cuh"
 #include "tile/index_parts.cuh"
-#include "tile/key_list.cuh"
 #include "tile/swizzled.cuh"
 
 using TeacherSide = SwizzledTile<SKL_T_ELEMENT, SKL_T_DIM>;
 using RopeSide = SwizzledTile<SKL_T_ELEMENT, SKL_R_DIM>;
 using IndexSide = SwizzledTile<SKL_S_ELEMENT, SKL_S_DIM>;
 
-constexpr int kRing = SKL_STAGES, kLag = SKL_LAG;
 constexpr int kPieceBytes = kColumns * 128;
 constexpr int kTeacherSteps = TeacherSide::kSteps + RopeSide::kSteps;
 constexpr int kHalfColumns = kColumns / 2;
-constexpr int kConsumers = 2, kConsumerWarps = 8, kProducerWarps = 4;
-
-struct Item {
-    int row;    // negative: there is no more
-    int entry;  // batch entry and group
-    int keys;
-};
 
 // Offsets in shared memory.
 constexpr int kQueriesAt = 0;
@@ -53,23 +38,12 @@ constexpr int kLogitsAt = kMassesAt + 2 * kConsumerWarps * kColumns * 4;  // the
 constexpr int kStatesAt = kLogitsAt + 2 * kWarps * kColumns * 4;          // [item][warp]
 constexpr int kCountsAt = kStatesAt + 2 * 4 * 16;
 constexpr int kBarriersAt = kCountsAt + 4 * kProducerWarps;
-enum Barrier {
-    kKnown,
-    kOver = kKnown + 2,
-    kQueriesOver = kOver + 2,
-    kFull,
-    kEmpty = kFull + kRing,
-    kBarriers = kEmpty + kRing
-};
-constexpr int kItemsAt = kBarriersAt + 8 * kBarriers;
-
 static_assert(kRows == 64 && kColumns == 64 && kWarps == 4, "plan: a warpgroup has 64 heads, and a tile 64 keys");
 static_assert(!kTeacherIsGiven && SKL_BITS, "plan: the teacher's heads, and ids");
 static_assert(kEnding == kEndsInRows || kEnding == kEndsInLse || kEnding == kEndsInList,
               "plan: rows, log-sum-exps of heads, or gradients in the order of lists");
 static_assert(kLag >= 1 && kLag + 2 <= kRing, "plan: consumers have two pieces in hand");
-static_assert(1024 + kItemsAt + 2 * sizeof(Item) == SKL_SMEM_BYTES, "plan: smem_bytes");
-static_assert(2 * SKL_CONSUMER_REGISTERS + SKL_PRODUCER_REGISTERS <= 504, "plan: registers that a launch gets");
+static_assert(1024 + kBarriersAt + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 // Which keys of a list there are.
 struct Listed {
@@ -77,14 +51,7 @@ struct Listed {
     __device__ bool sees(int key) const { return key < count; }
 };
 
-struct Shared {
-    u32 base;
-    __device__ u32 barrier(int which, int slot = 0) const { return base + kBarriersAt + 8 * (which + slot); }
-    template <class T>
-    __device__ T* at(int offset) const {
-        return reinterpret_cast<T*>(__cvta_shared_to_generic(base + offset));
-    }
-    __device__ Item& item(int slot) const { return at<Item>(kItemsAt)[slot]; }
+struct Shared : SharedRoles<kBarriersAt> {
     __device__ int* list() const { return at<int>(kListAt); }
     __device__ float* masses(int slot, int warp) const {
         return at<float>(kMassesAt) + (slot * kConsumerWarps + warp) * kColumns;
@@ -94,45 +61,17 @@ struct Shared {
     }
 };
 
-struct Producer {
-    const IndexerArgs& args;
-    const Shared shared;
-    const int thread;  // of the warpgroup
-    RingCursor<2> items;
-    RingCursor<1> queries;
-    RingCursor<kRing> ring, arrived;
-    int pending = 0;  // pieces on their way
-
+struct Producer : Copier<Shared> {
     __device__ void run() {
-        const int first = args.first_tile * kStripTile;
-        const int rows = min(args.tiles * kStripTile, args.queries - first), entries = args.entries * args.groups;
-        for (i64 i = blockIdx.x; i < static_cast<i64>(rows) * entries; i += gridDim.x) {
-            Item item;
-            item.row = first + rows - 1 - static_cast<int>(i / entries);
-            item.entry = static_cast<int>(i % entries);
-            item.keys = 0;
-            if (kEnding != kEndsInList || stats_of(args, item.entry, item.row).z != 0.f)
-                item.keys = list_keys<kProducerWarps>(
-                    RowKeys(args, item.entry / args.groups, item.entry % args.groups, item.row), thread, shared.list(),
-                    shared.at<int>(kCountsAt), kWarpgroup + kConsumers);
-            put(item);
-            copy(item);
-            drain();
-        }
-        put({-1, 0, 0});
+        Copier::run(
+            kListAt, kCountsAt,
+            [this](const Item& item) {
+                return kEnding != kEndsInList || stats_of(args, item.entry, item.row).z != 0.f;
+            },
+            [this](const Item& item) { copy(item); });
     }
 
 private:
-    __device__ void put(const Item& item) {
-        warp_wait(shared.barrier(kOver, items.slot), items.parity ^ 1);
-        if (thread == 0) {
-            shared.item(items.slot) = item;
-            mbarrier_arrive(shared.barrier(kKnown, items.slot));
-        }
-        __syncwarp();
-        items.advance();
-    }
-
     __device__ void copy(const Item& item) {
         const int batch = item.entry / args.groups, group = item.entry % args.groups;
         const int head = group * args.teacher_heads;
@@ -151,61 +90,37 @@ private:
     // Rows of 8 threads each, 16 at a time.
     template <class Side>
     __device__ void copy_keys(const HeadView& x, const Item& item, int key) {
-        constexpr int together = kColumns / (4 * kProducerWarps);
+        constexpr int down = 4 * kProducerWarps, together = kColumns / down;
         u64 from[together];
         bool there[together];
 #pragma unroll
         for (int i = 0; i < together; ++i) {
-            const int at = key + thread / 8 + i * 4 * kProducerWarps;
+            const int at = key + thread / 8 + i * down;
             there[i] = at < item.keys;
             from[i] = x.base + (there[i] ? shared.list()[at] * x.row : 0) + thread % 8 * 16;
         }
 #pragma unroll 1
         for (int c = 0; c < Side::kChunks; ++c) {
-            mbarrier_wait(shared.barrier(kEmpty, ring.slot), ring.parity ^ 1);
-            const u32 to = shared.base + kRingAt + ring.slot * kPieceBytes + place(thread / 8);
-            const int column = 64 * c + thread % 8 * 8;
+            wait_for_buffer();
+            const u32 to = shared.base + kRingAt + ring.slot * kPieceBytes;
 #pragma unroll
             for (int i = 0; i < together; ++i)
-                cp_async_16(to + i * 4 * kProducerWarps * 128, reinterpret_cast<const void*>(from[i] + 128 * c),
-                            there[i] && column < Side::kDim ? 16 : 0);
-            cp_async_commit();
-            ring.advance();
-            if (++pending > kLag) {
-                cp_async_wait<kLag>();
-                arrive();
-            }
+                copy_piece(to, thread / 8 + i * down, from[i] + 128 * c,
+                           there[i] && 64 * c + thread % 8 * 8 < Side::kDim);
+            commit();
         }
     }
-    // The student's, a row to a head: they are of the group of copies that comes next.
+    // The student's, a row to a head: they come with the next buffer.
     __device__ void copy_queries(int batch, int group, int row) {
-        mbarrier_wait(shared.barrier(kQueriesOver), queries.parity ^ 1);
-        queries.advance();
+        wait_for_queries();
         for (int i = thread / 8; i < kRows; i += 4 * kProducerWarps) {
             const bool there = i < args.index_heads;
             const HeadView x =
                 head_view<IndexTile>(args.index_q, batch, group * args.index_heads + (there ? i : 0), row);
-            for (int c = 0; c < IndexSide::kChunks; ++c) {
-                const int column = 64 * c + thread % 8 * 8;
-                cp_async_16(shared.base + kQueriesAt + c * kRows * 128 + place(i),
-                            reinterpret_cast<const void*>(x.base + 2 * column),
-                            there && column < IndexSide::kDim ? 16 : 0);
-            }
+            for (int c = 0; c < IndexSide::kChunks; ++c)
+                copy_piece(shared.base + kQueriesAt + c * kRows * 128, i, x.base + 128 * c + thread % 8 * 16,
+                           there && 64 * c + thread % 8 * 8 < IndexSide::kDim);
         }
-    }
-    // Of the thread's 16 bytes in a chunk's row of this number, or of 8 more.
-    __device__ int place(int row) const { return row * 128 + ((thread % 8 ^ row % 8) << 4); }
-
-    __device__ void arrive() {
-        async_fence();
-        __syncwarp();
-        warp_arrive(shared.barrier(kFull, arrived.slot));
-        arrived.advance();
-        --pending;
-    }
-    __device__ void drain() {
-        cp_async_wait<0>();
-        while (pending > 0) arrive();
     }
     struct TeacherTile {
         using E = Element<SKL_T_ELEMENT>;
@@ -237,7 +152,6 @@ struct Consumer {
     const int half, warp, lane;  // the warp's number in its warpgroup
     const int head;              // of the lane's first row of a product, among those of a warpgroup
     u64 ring_start, queries_start;
-    RingCursor<2> items;
     RingCursor<kRing> ring, done;  // done: of those pieces that products have been waited for of
 
     __device__ Consumer(const IndexerArgs& args, Shared shared, int half)
@@ -251,15 +165,7 @@ struct Consumer {
           queries_start(swizzled_descriptor(shared.base + kQueriesAt)) {}
 
     __device__ void run() {
-        for (;;) {
-            mbarrier_wait(shared.barrier(kKnown, items.slot), items.parity);
-            const Item item = shared.item(items.slot);
-            __syncwarp();
-            warp_arrive(shared.barrier(kOver, items.slot));
-            if (item.row < 0) break;
-            row(item);
-            items.advance();
-        }
+        consume_rows(shared, [this](const Item& item, int slot) { row(item, slot); });
     }
 
 private:
@@ -373,7 +279,7 @@ private:
         to[kHalfColumns * half + lane / 8 * 8 + Accumulators::first_column(lane) + lane / 4 % 2] = sums[0];
     }
 
-    __device__ void row(const Item& item) {
+    __device__ void row(const Item& item, int item_slot) {
         u32 q[kTeacherSteps][4];
         if (item.keys > 0) load_queries(q, item);
         if constexpr (kEnding == kEndsInLse) {
@@ -406,7 +312,7 @@ private:
                 if (slot == half && warp < kColumns / 32) add_key(state, stats, item, key, slot);
             }
             if (item.keys > 0) warp_arrive(shared.barrier(kQueriesOver));
-            if constexpr (kEnding == kEndsInRows) end_row(item, state);
+            if constexpr (kEnding == kEndsInRows) end_row(item, item_slot, state);
         }
     }
 
@@ -433,8 +339,8 @@ private:
     }
 
     // Of the lanes that have states, in their order.
-    __device__ void end_row(const Item& item, MassState state) const {
-        float4* const left = shared.at<float4>(kStatesAt) + 4 * items.slot;
+    __device__ void end_row(const Item& item, int item_slot, MassState state) const {
+        float4* const left = shared.at<float4>(kStatesAt) + 4 * item_slot;
         if (warp < kColumns / 32) {
 #pragma unroll
             for (int mask = 1; mask < 32; mask *= 2) state.merge(state.shuffle(mask));
@@ -475,22 +381,8 @@ private:
 extern "C" __global__ void __launch_bounds__(384, 1)
     streamkl_indexer_gathered(const __grid_constant__ IndexerArgs args) {
     extern __shared__ unsigned char memory[];
-    const Shared shared{(static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u};
-    // Uniform over the warp by construction, which the compiler must be told.
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kBarriers; ++i) {
-            const bool filled = i >= kFull && i < kEmpty;
-            mbarrier_init(shared.barrier(i), i < kOver ? 1 : kArrivals * (filled ? kProducerWarps : kConsumerWarps));
-        }
-        mbarrier_publish();
-    }
-    __syncthreads();
-    if (group == kConsumers) {
-        registers_lower<SKL_PRODUCER_REGISTERS>();
-        Producer{args, shared, static_cast<int>(threadIdx.x) - 128 * kConsumers}.run();
-    } else {
-        registers_raise<SKL_CONSUMER_REGISTERS>();
-        Consumer(args, shared, group).run();
-    }
+    const Shared shared{{(static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u}};
+    take_roles(
+        shared, kConsumerWarps, [&](int thread) { Producer{{args, shared, thread}}.run(); },
+        [&](int group) { Consumer(args, shared, group).run(); });
 }

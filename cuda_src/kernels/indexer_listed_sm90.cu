@@ -19,32 +19,19 @@
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
-#include "pipeline/barriers.cuh"
-#include "pipeline/ring.cuh"
+#include "kernels/indexer_gathered/roles.cuh"
 #include "ptx/global.cuh"
-#include "ptx/registers.cuh"
-#include "ptx/shared.cuh"
 #include "tile/fragment.cuh"
 #include "tile/gated.cuh"
 #include "tile/index_parts.cuh"
-#include "tile/key_list.cuh"
 #include "tile/swizzled.cuh"
 
 using IndexSide = SwizzledTile<SKL_S_ELEMENT, SKL_S_DIM>;
 using E = Element<SKL_S_ELEMENT>;
 
 constexpr bool kGated = SKL_GATED;
-constexpr int kRing = SKL_STAGES, kLag = SKL_LAG;
 constexpr int kTileBytes = IndexSide::bytes(kColumns);
 constexpr int kDimTiles = round_up(SKL_S_DIM, 16) / 8;
-constexpr int kConsumers = 2, kConsumerWarps = 8, kProducerWarps = 4;
-
-struct Item {
-    int row;    // negative: there is no more
-    int entry;  // batch entry and group
-    int keys;
-    int first;  // of its tiles, among all that there were: which consumer has it
-};
 
 // Offsets in shared memory.
 constexpr int kQueriesAt = 0;
@@ -55,97 +42,43 @@ constexpr int kIdsAt = kSumsAt + 128 * 4 * (4 * kDimTiles + 2);  // keys of tile
 constexpr int kListAt = kIdsAt + kRing * kColumns * 4;
 constexpr int kCountsAt = kListAt + 4 * kMostKeys;
 constexpr int kBarriersAt = kCountsAt + 4 * kProducerWarps;
-enum Barrier {
-    kKnown,
-    kOver = kKnown + 2,
-    kQueriesOver = kOver + 2,
-    kFull,
-    kEmpty = kFull + kRing,
-    kBarriers = kEmpty + kRing
-};
-constexpr int kItemsAt = kBarriersAt + 8 * kBarriers;
-
 static_assert(kRows == 64 && kColumns == 64 && kWarps == 4, "plan: a warpgroup has 64 heads, and a tile 64 keys");
 static_assert(!IndexSide::kHalf && kDimTiles <= 16, "plan: bfloat16, and sums that are one product wide");
 static_assert(kRing % kConsumers == 0 && kLag >= 1 && kLag + kConsumers <= kRing, "plan: each has a tile in hand");
-static_assert(1024 + kItemsAt + 2 * sizeof(Item) == SKL_SMEM_BYTES, "plan: smem_bytes");
-static_assert(2 * SKL_CONSUMER_REGISTERS + SKL_PRODUCER_REGISTERS <= 504, "plan: registers that a launch gets");
+static_assert(1024 + kBarriersAt + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
-struct Shared {
-    u32 base;
-    __device__ u32 barrier(int which, int slot = 0) const { return base + kBarriersAt + 8 * (which + slot); }
-    template <class T>
-    __device__ T* at(int offset) const {
-        return reinterpret_cast<T*>(__cvta_shared_to_generic(base + offset));
-    }
-    __device__ Item& item(int slot) const { return at<Item>(kItemsAt)[slot]; }
+struct Shared : SharedRoles<kBarriersAt> {
     __device__ int* ids(int slot) const { return at<int>(kIdsAt) + slot * kColumns; }
     __device__ u32 tile(int slot) const { return base + kRingAt + slot * kTileBytes; }
 };
 
-struct Producer {
-    const IndexerArgs& args;
-    const Shared shared;
-    const int thread;  // of the warpgroup
-    RingCursor<2> items;
-    RingCursor<1> queries;
-    RingCursor<kRing> ring, arrived;
-    int pending = 0;  // tiles on their way
-    int before = 0;   // tiles of all items so far
-
+struct Producer : Copier<Shared> {
     __device__ void run() {
-        const int first = args.first_tile * kStripTile;
-        const int rows = min(args.tiles * kStripTile, args.queries - first), entries = args.entries * args.groups;
-        int* const list = shared.at<int>(kListAt);
-        for (i64 i = blockIdx.x; i < static_cast<i64>(rows) * entries; i += gridDim.x) {
-            Item item{first + rows - 1 - static_cast<int>(i / entries), static_cast<int>(i % entries), 0, before};
-            if (stats_of(args, item.entry, item.row).z != 0.f)
-                item.keys = list_keys<kProducerWarps>(
-                    RowKeys(args, item.entry / args.groups, item.entry % args.groups, item.row), thread, list,
-                    shared.at<int>(kCountsAt), kWarpgroup + kConsumers);
-            put(item);
-            for (int key = 0; key < item.keys; key += kColumns) copy(item, list, key);
-            before += ceil_div(item.keys, kColumns);
-            cp_async_wait<0>();
-            while (pending > 0) arrive();
-        }
-        put({-1, 0, 0, 0});
+        Copier::run(
+            kListAt, kCountsAt, [this](const Item& item) { return stats_of(args, item.entry, item.row).z != 0.f; },
+            [this](const Item& item) {
+                for (int key = 0; key < item.keys; key += kColumns) copy(item, key);
+            });
     }
 
 private:
-    __device__ void put(const Item& item) {
-        warp_wait(shared.barrier(kOver, items.slot), items.parity ^ 1);
-        if (thread == 0) {
-            shared.item(items.slot) = item;
-            mbarrier_arrive(shared.barrier(kKnown, items.slot));
-        }
-        __syncwarp();
-        items.advance();
-    }
-
     // Rows of 8 threads each, 16 at a time.
-    __device__ void copy(const Item& item, const int* list, int key) {
+    __device__ void copy(const Item& item, int key) {
         const int batch = item.entry / args.groups, group = item.entry % args.groups;
-        mbarrier_wait(shared.barrier(kEmpty, ring.slot), ring.parity ^ 1);
+        wait_for_buffer();
         if (key == 0) copy_queries(batch, group, item.row);
         const HeadView x = head_view<Rows>(args.index_k, batch, args.index_key_heads > 1 ? group : 0, 0);
         for (int i = thread / 8; i < kColumns; i += 4 * kProducerWarps) {
             const bool there = key + i < item.keys;
-            const int id = there ? list[key + i] : 0;
+            const int id = there ? shared.at<int>(kListAt)[key + i] : 0;
             if (thread % 8 == 0) shared.ids(ring.slot)[i] = id;
             copy_row(shared.tile(ring.slot), kColumns, i, x.base + id * x.row, there);
         }
-        cp_async_commit();
-        ring.advance();
-        if (++pending > kLag) {
-            cp_async_wait<kLag>();
-            arrive();
-        }
+        commit();
     }
-    // A row to a head: they are of the group of copies of the item's first keys.
+    // A row to a head: they come with the item's first keys.
     __device__ void copy_queries(int batch, int group, int row) {
-        mbarrier_wait(shared.barrier(kQueriesOver), queries.parity ^ 1);
-        queries.advance();
+        wait_for_queries();
         for (int i = thread / 8; i < kRows; i += 4 * kProducerWarps) {
             const bool there = i < args.index_heads;
             const HeadView x = head_view<Rows>(args.index_q, batch, group * args.index_heads + (there ? i : 0), row);
@@ -154,18 +87,9 @@ private:
     }
     __device__ void copy_row(u32 tile, int rows, int row, u64 from, bool there) const {
 #pragma unroll
-        for (int c = 0; c < IndexSide::kChunks; ++c) {
-            const int column = 64 * c + thread % 8 * 8;
-            cp_async_16(tile + c * rows * 128 + row * 128 + ((thread % 8 ^ row % 8) << 4),
-                        reinterpret_cast<const void*>(from + 2 * column), there && column < IndexSide::kDim ? 16 : 0);
-        }
-    }
-    __device__ void arrive() {
-        async_fence();
-        __syncwarp();
-        warp_arrive(shared.barrier(kFull, arrived.slot));
-        arrived.advance();
-        --pending;
+        for (int c = 0; c < IndexSide::kChunks; ++c)
+            copy_piece(tile + c * rows * 128, row, from + 128 * c + thread % 8 * 16,
+                       there && 64 * c + thread % 8 * 8 < IndexSide::kDim);
     }
     struct Rows {
         using E = Element<SKL_S_ELEMENT>;
@@ -177,8 +101,7 @@ struct Consumer {
     const Shared shared;
     const int which, warp, lane;  // the warp's number in its warpgroup
     const int head;               // of the lane's first row of a product of heads
-    RingCursor<2> items;
-    RingCursor<kRing> ring;  // of all tiles; its own are those of its turn
+    RingCursor<kRing> ring;       // of all tiles; its own are those of its turn
 
     __device__ Consumer(const IndexerArgs& args, Shared shared, int which)
         : args(args),
@@ -189,15 +112,7 @@ struct Consumer {
           head(warp * 16 + Accumulators::first_row(lane)) {}
 
     __device__ void run() {
-        for (;;) {
-            mbarrier_wait(shared.barrier(kKnown, items.slot), items.parity);
-            const Item item = shared.item(items.slot);
-            __syncwarp();
-            warp_arrive(shared.barrier(kOver, items.slot));
-            if (item.row < 0) break;
-            row(item);
-            items.advance();
-        }
+        consume_rows(shared, [this](const Item& item, int) { row(item); });
     }
 
 private:
@@ -370,22 +285,8 @@ private:
 
 extern "C" __global__ void __launch_bounds__(384, 1) streamkl_indexer_listed(const __grid_constant__ IndexerArgs args) {
     extern __shared__ unsigned char memory[];
-    const Shared shared{(static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u};
-    // Uniform over the warp by construction, which the compiler must be told.
-    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kBarriers; ++i) {
-            const int warps = i < kFull ? kConsumerWarps : i < kEmpty ? kProducerWarps : kWarps;
-            mbarrier_init(shared.barrier(i), i < kOver ? 1 : kArrivals * warps);
-        }
-        mbarrier_publish();
-    }
-    __syncthreads();
-    if (group == kConsumers) {
-        registers_lower<SKL_PRODUCER_REGISTERS>();
-        Producer{args, shared, static_cast<int>(threadIdx.x) - 128 * kConsumers}.run();
-    } else {
-        registers_raise<SKL_CONSUMER_REGISTERS>();
-        Consumer(args, shared, group).run();
-    }
+    const Shared shared{{(static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u}};
+    take_roles(
+        shared, kWarps, [&](int thread) { Producer{{args, shared, thread}}.run(); },
+        [&](int group) { Consumer(args, shared, group).run(); });
 }

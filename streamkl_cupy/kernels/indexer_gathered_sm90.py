@@ -2,7 +2,7 @@
 
 Shared memory, bytes, with the most keys K of a row, 64 to a tile:
 
-    1024 + 8192 * (chunks(D) + stages) + 4 * round_up(K, 64) + 6,304 + 8 * (5 + 2 * stages) + 24
+    1024 + 8192 * (chunks(D) + stages) + 4 * round_up(K, 64) + 6,304 + 8 * (5 + 2 * stages) + 32
 
 Without the student's scores (log-sum-exps) chunks(D) is 0. Registers: 256 * consumer + 128 * producer must fit.
 """
@@ -42,7 +42,7 @@ LEAST_SHARE = 2
 """Keys that there are, of each key that an id names: below, whole tiles of keys take less time than rows of some."""
 PIECE = COLUMNS * 128
 SUMS = 2 * 12 * COLUMNS * 4 + 2 * 4 * 16 + 4 * WARPS
-ITEM_BYTES = 12
+ITEM_BYTES = 16
 MOST_STAGES = 24
 LAG = 12
 """Pieces that are on their way at a time: 96 KiB."""
