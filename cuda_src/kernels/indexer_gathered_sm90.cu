@@ -243,7 +243,7 @@ private:
 
     // The teacher's of a tile: heads are rows.
     __device__ void multiply_teacher(float (&s)[kColumns / 8][4], const u32 (&q)[kTeacherSteps][4]) {
-        multiply<kTeacherSteps>(s, [&](int k, u64 piece) { wgmma<TeacherSide::kHalf, 0>(s, q[k], piece, k > 0); });
+        multiply<kTeacherSteps>(s, [&s, &q](int k, u64 piece) { wgmma<TeacherSide::kHalf, 0>(s, q[k], piece, k > 0); });
     }
 
     // Sums over the warp's heads, to where those of other warps lie; of heads that count nothing nothing is added.
@@ -301,7 +301,7 @@ private:
                 }
                 {
                     float s[kHalfColumns / 8][4];
-                    multiply<IndexSide::kSteps>(s, [&](int k, u64 piece) {
+                    multiply<IndexSide::kSteps>(s, [this, &s](int k, u64 piece) {
                         wgmma<IndexSide::kHalf, 0, 0>(s, queries_start + ((k / 4 * kRows * 128 + k % 4 * 32) >> 4),
                                                       piece + ((half * kHalfColumns * 128) >> 4), k > 0);
                     });
@@ -383,6 +383,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     extern __shared__ unsigned char memory[];
     const Shared shared{{(static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u}};
     take_roles(
-        shared, kConsumerWarps, [&](int thread) { Producer{{args, shared, thread}}.run(); },
-        [&](int group) { Consumer(args, shared, group).run(); });
+        shared, kConsumerWarps, [&args, &shared](int thread) { Producer{{args, shared, thread}}.run(); },
+        [&args, &shared](int group) { Consumer(args, shared, group).run(); });
 }

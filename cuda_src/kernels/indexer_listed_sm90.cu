@@ -287,6 +287,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) streamkl_indexer_listed(con
     extern __shared__ unsigned char memory[];
     const Shared shared{{(static_cast<u32>(__cvta_generic_to_shared(memory)) + 1023) & ~1023u}};
     take_roles(
-        shared, kWarps, [&](int thread) { Producer{{args, shared, thread}}.run(); },
-        [&](int group) { Consumer(args, shared, group).run(); });
+        shared, kWarps, [&args, &shared](int thread) { Producer{{args, shared, thread}}.run(); },
+        [&args, &shared](int group) { Consumer(args, shared, group).run(); });
 }
