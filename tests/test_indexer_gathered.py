@@ -38,6 +38,10 @@ static void barrier_sync(int number, int count) {
     if (++numbered[number].first == count) numbered[number] = {0, phase + 1};
     while (numbered[number].second == phase) others();
 }
+static void barrier_arrive(int number, int count) {
+    const int phase = numbered[number].second;
+    if (++numbered[number].first == count) numbered[number] = {0, phase + 1};
+}
 static void cp_async_16(unsigned to, const void* from, int bytes) {
     memset(memory + to, 0, 16);
     memcpy(memory + to, from, bytes);
@@ -100,8 +104,8 @@ static unsigned pack_bf16(float lo, float hi) {
 static float exp2_approx(float x) { return exp2f(x); }
 static float log2_approx(float x) { return log2f(x); }
 """
-NAMES = ("mbarrier_init", "mbarrier_arrive", "mbarrier_wait", "barrier_sync", "cp_async_16", "wgmma", "exp2_approx",
-         "log2_approx", "stmatrix_x4", "global_add", "pack_bf16")  # fmt: skip
+NAMES = ("mbarrier_init", "mbarrier_arrive", "mbarrier_wait", "barrier_sync", "barrier_arrive", "cp_async_16",
+         "wgmma", "exp2_approx", "log2_approx", "stmatrix_x4", "global_add", "pack_bf16")  # fmt: skip
 DRIVER = r"""
 extern "C" void run_blocks(const IndexerArgs* args, int blocks) {
     for (int i = 0; i < blocks; ++i) {
@@ -112,6 +116,12 @@ extern "C" void run_blocks(const IndexerArgs* args, int blocks) {
     }
 }
 """
+
+
+@pytest.fixture(autouse=True)
+def stages(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few as there can be, or more."""
+    monkeypatch.setattr(indexer_gathered_sm90, "MOST_STAGES", int(rng.choice([7, 9, 24])))
 
 
 def on_host(folder: Path, work: IndexerWork, kernel: Any) -> ctypes.CDLL:
