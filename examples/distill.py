@@ -145,11 +145,14 @@ def plot(
     x = np.arange(len(keys))
     bars.bar(x - 0.2, teacher[head, row, keys], 0.4, color=blue, label="teacher, head dimension 64")
     bars.bar(x + 0.2, student[head, row, keys], 0.4, color=orange, label=f"student, head dimension {dim}")
-    labels = [repr(str(pieces[j]))[1:-1].strip() or "space" for j in keys]
-    bars.set_xticks(x, [f"{label}\n{j}" for label, j in zip(labels, keys, strict=True)])
-    word = str(pieces[TRAIN + row]).strip()
+
+    def word(token: int) -> str:
+        """As it can be read: also one that is a space or ends a line."""
+        return repr(str(pieces[token]))[1:-1].strip() or "space"
+
+    bars.set_xticks(x, [f"{word(j)}\n{j}" for j in keys])
     bars.set_title(
-        f"The 18 keys that query {TRAIN + row} “{word}” of head {head} weighs most in the teacher "
+        f"The 18 keys that query {TRAIN + row} “{word(TRAIN + row)}” of head {head} weighs most in the teacher "
         f"(the median held-out row, KL {kl[head, row]:.2f} nats)"
     )
     bars.set(ylabel="attention weight", xlabel="key: token and position", xlim=(-0.7, len(keys) - 0.3))

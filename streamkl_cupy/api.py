@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from . import arrays, frameworks, planning, validate
 from .advice.signatures import documented_by, public
-from .arguments import choice
+from .arguments import choice, listed
 from .arrays import ArrayView, Results
 from .call import Call, Ready, SavedArrays, runner_for
 from .frameworks import describe
-from .frameworks.base import FRAMEWORKS
+from .frameworks.base import DOORS, FRAMEWORKS
 from .ops import ATTENTION_KL, OPS, Op
 from .options import REDUCTIONS, Layout, LossOptions, Precision, Reduction, with_sunk
 from .problem import STUDENT, Device, Problem, Wrt
@@ -120,7 +120,7 @@ _TEXT = {
     "SINKS": """teacher_sink_logits: A logit per query head, (H,), that takes mass and has no value: one more outcome of
             each row that sees a key, included in log-sum-exps and entropies; rows that see none stay as they are, and
             so do heads whose logit is -inf. Only beside student_sink_logits, as the KL would be infinite, and the other
-            way round with "reverse_kl". Built for "kl", "reverse_kl" and "cross_entropy".
+            way round with <SINKS_OF_STUDENTS>. Built for <SINKS_OF_ALL>.
         student_sink_logits: The same for the student, allowed alone.""",
     "DENSE": """dense_teacher_lse: teacher_lse of the same call without what restricts its keys, a natural logarithm
             (one in base 2, as other libraries keep it, must be multiplied by log(2) first). The result then has a
@@ -141,6 +141,8 @@ _TEXT = {
         for name, entry in DIVERGENCES.items()
         if entry.needs_value
     ),
+    "SINKS_OF_STUDENTS": listed(name for name, x in DIVERGENCES.items() if x.weighing and x.weighing.side == 1),
+    "SINKS_OF_ALL": listed(name for name, x in DIVERGENCES.items() if x.weighing),
     "SOURCE": "One streaming pass over the keys, after StreamKL (arXiv:2606.20005).",
 }
 
@@ -166,12 +168,11 @@ def loss(
     asked, like = LossOptions(**own), operands[op.at]
     if return_entropy is not False:
         given = {**given, "return_entropy": return_entropy}
-    if any(kind.__module__.partition(".")[0] == "torch" for kind in type(like).__mro__):
-        # A plain import and a plain call, before anything else: torch.compile can trace these. Subclasses of tensors
-        # and parameters live in modules of their own, so all ancestors are asked.
-        from . import torch
+    if frameworks.is_torchs(like):
+        # A plain import and a plain call, before anything else: torch.compile can trace these.
+        from .torch import loss as of_tensors
 
-        return torch.loss(op, operands, given, asked)
+        return of_tensors(op, operands, given, asked)
     call = Call.of(op, operands, with_sunk(given, asked))
     validate.loss(asked)
     sunk = call.options.sunk and validate.sinks(asked.sinks, call.options, asked)
@@ -258,8 +259,8 @@ def _forward(
     ready = call.ready()
     dense = _dense_rows(dense_teacher_lse, ready)
     like = ready.like
-    if (door := frameworks.door(like.framework)) is not None:
-        return door.forward(call, asked)
+    if like.framework in DOORS:
+        return frameworks.door(like.framework).forward(call, asked)
     found = _sink_logits(asked.sinks, ready) if sunk else None
     stats = ready.forward()
     if found is not None:
@@ -291,8 +292,8 @@ def _backward(
             "gradients by sinks need the row values: pass the whole result of attention_kl_forward as saved=, or its "
             "kl as kl="
         )
-    if (door := frameworks.door(like.framework)) is not None:
-        grads: Any = door.backward(call, (grad, teacher_lse, student_lse, kl, moments), wrt)
+    if like.framework in DOORS:
+        grads: Any = frameworks.door(like.framework).backward(call, (grad, teacher_lse, student_lse, kl, moments), wrt)
     else:
         grads = KLGradients(*ready.backward(wrt))
     if sunk:
@@ -329,8 +330,8 @@ def value_and_grad(
     ready.checked.backward_bytes(wrt)
     if row_weight is not None:
         row_weight = framework.detached(validate.row_weight(row_weight, ready.checked.row_shape, like))
-    if (door := frameworks.door(like.framework)) is not None:
-        return door.value_and_grad(call, asked._replace(row_weight=row_weight), wrt)  # type: ignore[no-any-return]
+    if like.framework in DOORS:
+        return frameworks.door(like.framework).value_and_grad(call, asked._replace(row_weight=row_weight), wrt)  # type: ignore[no-any-return]
     given_sinks = _sink_logits(asked.sinks, ready) if sunk else None
     stats = ready.forward()
     if given_sinks is not None:

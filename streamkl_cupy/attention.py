@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -15,7 +14,7 @@ from .arguments import flag
 from .arrays import Results
 from .call import Call, SavedArrays, runner_for
 from .frameworks import describe
-from .frameworks.base import FRAMEWORKS
+from .frameworks.base import DOORS, FRAMEWORKS
 from .numpy_backend.elements import narrow
 from .ops import SPARSE_ATTENTION
 from .ops.sparse_attention import ATTENTION_INPUTS, AttentionWrt
@@ -119,8 +118,8 @@ def _forward(operands: tuple[Any, ...], given: dict[str, Any]) -> Any:
     call = Call.of(SPARSE_ATTENTION, operands, given)
     ready = call.ready()
     view = ready.like
-    if (door := frameworks.door(view.framework)) is not None:
-        return door.attention_forward(call)
+    if view.framework in DOORS:
+        return frameworks.door(view.framework).attention_forward(call)
     return frameworks.given_back(view, operands[call.op.at], _results(ready.forward()))
 
 
@@ -132,8 +131,8 @@ def _backward(arguments: tuple[Any, ...], given: dict[str, Any], saved: Any, gra
     ready = call.ready(SavedArrays((grad, out, lse, grad_lse)))
     view = ready.like
     ready.checked.backward_bytes(wrt)
-    if (door := frameworks.door(view.framework)) is not None:
-        return door.attention_backward(call, (grad, out, lse, grad_lse), wrt)
+    if view.framework in DOORS:
+        return frameworks.door(view.framework).attention_backward(call, (grad, out, lse, grad_lse), wrt)
     grads = AttentionGradients(*ready.backward(wrt))
     return frameworks.given_back(view, operands[call.op.at], grads)
 
@@ -486,12 +485,13 @@ def merge_attention_states(outs: Sequence[A], lses: Sequence[A]) -> AttentionFor
         return AttentionForward(*merged(outs, lses))
     found = {f"{name}[{i}]": x for name, parts in (("outs", outs), ("lses", lses)) for i, x in enumerate(parts)}
     framework = validate.one_framework({name: frameworks.framework_of(name, x) for name, x in found.items()})
-    if framework == "jax":  # tracers too, which cannot be read
-        return AttentionForward(*states.merged(sys.modules["jax.numpy"], outs, lses))
+    of = FRAMEWORKS[framework]
+    if framework in DOORS:  # tracers too, which cannot be read
+        return AttentionForward(*states.merged(of.namespace(arrays.CPU), outs, lses))
     views = [describe(name, x) for name, x in found.items()]
     for view in views[1:]:
         validate.same_place(views[0], view)
-    of, like = FRAMEWORKS[framework], views[0]
+    like = views[0]
     values = [of.values(name, x) for name, x in found.items()]
     with frameworks.on_device(like):
         out, lse = states.merged(of.namespace(like.device), values[: len(outs)], values[len(outs) :])

@@ -11,8 +11,9 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 
 from . import arrays, frameworks, numpy_backend, validate
 from .advice import hints
-from .arrays import ITEMSIZE, ArrayView, Gradients, Inputs, MaskArrays, Results, Saved, compact
-from .concurrency.locks import ForkLock, generation
+from .arrays import ITEMSIZE, ArrayView, Gradients, Inputs, MaskArrays, Results, Saved, compact, view_of
+from .concurrency import locks
+from .concurrency.locks import ForkLock
 from .errors import DriverError
 from .frameworks import describe
 from .frameworks.base import FRAMEWORKS, QUICK, Framework
@@ -182,6 +183,8 @@ class Checked(NamedTuple):
     op: Op
     at: int
     """Which of the inputs has the call's framework, device and stream."""
+    memory: Framework
+    """What makes results: the call's framework, or what computes for it."""
     row_shape: tuple[int, ...]
     stat_dtype: str
     workspace_bytes: int
@@ -218,7 +221,7 @@ class Ready:
     """A checked call with its arrays. Of a call on a GPU that looks like one before only their addresses are known,
     until somebody asks for more."""
 
-    __slots__ = ("_addresses", "_arrays", "_look", "_views", "checked", "like")
+    __slots__ = ("_addresses", "_arrays", "_views", "checked", "like", "look")
 
     def __init__(
         self,
@@ -228,7 +231,7 @@ class Ready:
         arrays: tuple[Any, ...] = (),
         addresses: Sequence[int] = (),
     ) -> None:
-        self.checked, self._views, self._look = checked, views, look
+        self.checked, self._views, self.look = checked, views, look
         self._arrays, self._addresses = arrays, addresses
         known = views if look is None else look.views
         assert known is not None
@@ -240,8 +243,8 @@ class Ready:
         """All that is known of the arrays."""
         found = self._views
         if found is None:
-            assert self._look is not None
-            found = self._views = self._look.views_of(self._arrays, self._addresses)
+            assert self.look is not None
+            found = self._views = self.look.views_of(self._arrays, self._addresses)
         return found
 
     @property
@@ -268,9 +271,8 @@ class Ready:
         """The same of an operation with row results only: one array of all, whose first axis counts them."""
         checked, like = self.checked, self.like
         rows, shape, dtype = checked.op.rows, checked.row_shape, checked.stat_dtype
-        framework = FRAMEWORKS[like.framework]
-        whole = framework.allocate(like, (len(rows), *shape), dtype)
-        first = framework.address(whole)
+        whole = checked.memory.allocate(like, (len(rows), *shape), dtype)
+        first = checked.memory.address(whole)
 
         def outputs() -> Results:
             strides, step = compact(shape, ITEMSIZE[dtype])
@@ -296,14 +298,14 @@ class Ready:
     ) -> None:
         """Run the forward or the backward with so many bytes of workspace, under a key where the call looks like one
         before; or what has been launched for these addresses again. `results` are those of the outputs."""
-        like, look = self.like, self._look
-        framework, workspace = FRAMEWORKS[like.framework], 0
+        like, look, framework = self.like, self.look, self.checked.memory
+        workspace = 0
         if size:
-            memory = framework.empty(like, (size // 4,), "float32")
-            workspace = memory.ptr
+            memory = framework.allocate(like, (size // 4,), "float32")
+            workspace = framework.address(memory)
         stream = framework.stream(like.device) if like.device.kind == "cuda" else 0
         how: dict[str, Any] = {}
-        if look is not None:
+        if look is not None and look.on_gpu:
             how["key"] = key = (look.number, workspace, *self._addresses, *results)
             if look.runner.again(key, stream):
                 return
@@ -319,18 +321,26 @@ class Ready:
         size = checked.gradient_bytes.get(wrt)
         if size is None:
             size = checked.backward_bytes(wrt)
-        framework = FRAMEWORKS[like.framework]
-        outputs = checked.op.Gradients(
-            *[
-                framework.empty(like, *found) if found is not None and name in wrt else None
-                for name, found in checked.gradients.items()
-            ]
-        )
-        self._launch(size, [x and x.ptr for x in outputs], lambda: outputs, backward=True)
+        framework, described = checked.memory, checked.gradients
+        found = [
+            framework.allocate(like, *of) if of is not None and name in wrt else None for name, of in described.items()
+        ]
+        addresses = [None if x is None else framework.address(x) for x in found]
+
+        def outputs() -> Gradients:
+            def view(x: Any, shape: tuple[int, ...], dtype: str) -> ArrayView:
+                strides, _ = compact(shape, 0)
+                return view_of((like.name, framework.name, like.device, dtype, shape, strides, framework.address(x), x))
+
+            return checked.op.Gradients(
+                *[None if x is None or of is None else view(x, *of) for x, of in zip(found, described.values())]
+            )
+
+        self._launch(size, addresses, outputs, backward=True)
         if like.framework not in frameworks.OWN:
             inputs, masks, saved = self.views
             frameworks.hold((*inputs, *(saved or ()), *(masks or {}).values()))
-        return tuple([None if out is None else out.array for out in outputs])
+        return tuple(found)
 
 
 class Kind(NamedTuple):
@@ -363,22 +373,26 @@ _checked: dict[Any, Checked] = {}
 _runners: dict[AnyProblem, Runner] = {}
 _building = ForkLock()
 _cuda_generation: int | None = None
-"""`locks.generation` of the process that used CUDA first."""
+"""`locks.forks` of the process that used CUDA first."""
 
 
 class Look:
     """How a call that has been checked looks, and what it came to without its arrays."""
 
-    __slots__ = ("alike", "checked", "number", "on_gpu", "runner", "views", "whole")
+    __slots__ = ("address", "alike", "checked", "later", "number", "on_gpu", "operands", "runner", "views", "whole")
     _numbers = itertools.count()
 
-    def __init__(self, alike: Callable[..., bool], ready: Ready, whole: int | None) -> None:
+    def __init__(self, framework: Framework, alike: Callable[..., bool], ready: Ready, whole: int | None) -> None:
         """Of a call whose arrays are alike; `whole` is the address of all rows where `SavedArrays` has them so."""
         self.alike, self.checked, self.whole = alike, ready.checked, whole is not None
         self.number = next(self._numbers)
+        self.address = framework.address
         inputs, masks, saved = ready.views
+        self.operands = len(inputs) - inputs.count(None)
         self.on_gpu = ready.like.device.kind == "cuda"
         self.runner = cast("Launcher", ready.checked.runner)
+        self.later: dict[Any, Look] = {}
+        """The looks of backwards that came after such calls, by what they ask for."""
 
         def bare(view: ArrayView | None) -> Any:
             return view and view.at(0, None)
@@ -394,6 +408,20 @@ class Look:
             None if masks is None else {name: bare(view) for name, view in masks.items()},
             None if saved is None else op.Saved(*map(saved_as, op.saved, saved)),
         )
+
+    def ready(self, arrays: tuple[Any, ...]) -> Ready | None:
+        """A call with these arrays, in the order of views; None where it does not look so."""
+        if not self.alike(*arrays):
+            return None
+        addresses = list(map(self.address, arrays))
+        # What has no memory, or does not begin where most arrays do, is looked at anew.
+        if not all(addresses) or reduce(or_, addresses[: self.operands]) & 15:
+            return None
+        if not self.on_gpu:
+            return Ready(self.checked, self.views_of(arrays, addresses), self)
+        if locks.forks != _cuda_generation:
+            _check_fork()
+        return Ready(self.checked, None, self, arrays, addresses)
 
     def views_of(self, arrays: Sequence[Any], addresses: Sequence[int]) -> Views:
         """The same with arrays again: the operands, those of the mask, the saved rows."""
@@ -421,24 +449,13 @@ LOOKS = 8
 def _recalled(framework: Framework, call: Call, rows: SavedArrays | None) -> Ready | None:
     """A call that looks like one before, without reading its arrays again; None where none is known."""
     found = _looks.get(_look_key(framework, call, rows))
-    if found is None:
-        return None
-    arrays = _arrays(call, rows)
-    for look in found:
-        if not look.alike(*arrays):
-            continue
-        addresses = framework.addresses(arrays)
-        # What has no memory, or does not begin where most arrays do, is looked at anew.
-        count = len(call.operands)
-        if call.op.optional:
-            count = sum([x is not None for x in call.operands])
-        if not all(addresses) or reduce(or_, addresses[:count]) & 15:
-            return None
-        if not look.on_gpu:
-            return Ready(look.checked, look.views_of(arrays, addresses))
-        if generation() != _cuda_generation:
-            _check_fork()
-        return Ready(look.checked, None, look, arrays, addresses)
+    if found is not None:
+        alone = rows is None and call.masks is NO_MASKS and not call.op.optional
+        arrays = call.operands if alone else _arrays(call, rows)
+        for look in found:
+            ready = look.ready(arrays)
+            if ready is not None:
+                return ready
     return None
 
 
@@ -454,7 +471,7 @@ def _noted(framework: Framework, call: Call, rows: SavedArrays | None, ready: Re
         key = _look_key(framework, call, rows)
         if alike is not None:
             whole = framework.address(arrays[-1]) if rows is not None and rows.whole else None
-            looks = (*_looks.get(key, ()), Look(alike, ready, whole))[-LOOKS:]
+            looks = (*_looks.get(key, ()), Look(framework, alike, ready, whole))[-LOOKS:]
             _remember(_looks, key, looks, ready.checked.problem)
     return ready
 
@@ -467,7 +484,8 @@ def _look_key(framework: Framework, call: Call, rows: SavedArrays | None) -> Any
     if op.optional:
         given = (given, *[x is not None for x in operands])
     saved = None if rows is None else (tuple([x is None for x in rows.arrays]), *rows[1:])
-    return (op, operands[op.at].shape, _named(options), deterministic, given, saved, framework.name)
+    named = options if options.block_mask is None else _named(options)
+    return (op, operands[op.at].shape, named, deterministic, given, saved, framework.name)
 
 
 def _arrays(call: Call, rows: SavedArrays | None) -> tuple[Any, ...]:
@@ -490,7 +508,7 @@ def _named(options: Options) -> Any:
 def prepare(op: Op, inputs: Inputs, options: Options, masks: MaskArrays | None = None) -> Checked:
     """The checked form of a call, or the error that says what is wrong with it."""
     like = inputs[op.at]
-    if like.device.kind == "cuda" and generation() != _cuda_generation:
+    if like.device.kind == "cuda" and locks.forks != _cuda_generation:
         _check_fork()
     deterministic = options.deterministic
     if deterministic is None:
@@ -517,6 +535,7 @@ def prepare(op: Op, inputs: Inputs, options: Options, masks: MaskArrays | None =
             problem,
             op,
             op.at,
+            FRAMEWORKS[like.framework].computes(like.device),
             problem.row_shape,
             problem.stat_dtype,
             runner.workspace_bytes,
@@ -595,8 +614,8 @@ def _check_fork() -> None:
     """Note who uses CUDA first, and refuse children forked after that: CUDA does not work there, or hangs."""
     global _cuda_generation
     if _cuda_generation is None:
-        _cuda_generation = generation()
-    elif _cuda_generation != generation():
+        _cuda_generation = locks.forks
+    elif _cuda_generation != locks.forks:
         raise DriverError(
             "CUDA arrays in a process that was forked after its parent had used CUDA, where CUDA does not work; start "
             'such processes with multiprocessing.get_context("spawn"), or use CUDA in the children only'

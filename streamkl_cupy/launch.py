@@ -21,7 +21,7 @@ from .errors import CaptureError, DriverError
 from .kernels.base import ELEMENT_BYTES, Box, KernelPlan, Work
 from .kernels.gpus import device_facts
 from .kernels.mask_bits import PackedMask
-from .kernels.structs import MASK_WORDS, TENSOR3, TENSOR4, TENSOR_MAP, Value
+from .kernels.structs import MASK_WORDS, TENSOR_MAP, Value
 from .kernels.tensor_maps import encode
 from .planning import Plan, Step, make_plan
 from .problem import Operand, Problem, canonical_strides
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from .ops import Task
 
 _AXES = ("batch", "head", "row", "column")
-_NOTHING = bytes(TENSOR4.size)
-NO_ROWS: Mapping[str, bytes] = MappingProxyType({})
+# Of a tensor, what a call says of it.
+_WHERE = ("pointer", *_AXES)
+_NOWHERE = (0,) * len(_WHERE)
+NO_ROWS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 @lru_cache(maxsize=64)
@@ -128,18 +130,17 @@ class _Kernel:
             mask = self._words["mask"]
             self._words |= {name: mask + i for i, name in _mask_words(problem)[1]}
         self._operands = tuple(self._words[field] for field in fields.values() if field in self._words)
-        # Of what a backward reads of rows, by field: where it lies, and how much of it is told.
+        # Of what a backward reads of rows, by field: the words of its address and of as many strides as it has.
         self._rows = {
-            name: (8 * self._words[name], (TENSOR4 if f"{name}.column" in args else TENSOR3).size)
+            name: tuple([args.words[f"{name}.{x}"] for x in _WHERE if f"{name}.{x}" in args])
             for name in op.saved_fields
-            if name in self._words
         }
 
     def commands(
         self,
         inputs: tuple[int, ...],
         others: Iterable[tuple[str, int]],
-        rows: Iterable[tuple[str, bytes]] = (),
+        rows: Iterable[tuple[str, tuple[int, ...]]] = (),
         copies: tuple[int, ...] = (),
     ) -> Iterator[Command]:
         """The launches on these arguments.
@@ -156,10 +157,9 @@ class _Kernel:
             mapped = inputs + copies
             for offset, number, maps in self._maps:
                 ctypes.memmove(address + offset, maps[mapped[number]], TENSOR_MAP.size)
-        for name, told in rows:
-            if name in self._rows:
-                offset, size = self._rows[name]
-                ctypes.memmove(address + offset, told, size)
+        for name, where in rows:
+            for word, value in zip(self._rows[name], where):
+                packed[word] = value
         for word, pointer in zip(self._operands, inputs):
             packed[word] = pointer
         words = self._words
@@ -330,7 +330,7 @@ class Runner(Launches):
                 here = 0
             wrt = tuple(name for name, out in zip(self._names, outputs, strict=True) if out is not None)
             request = self._requests.get((wrt, size)) or self._backward(wrt, size, stream)
-            return self._commands(request, inputs, outputs, here, masks, self._packed(saved))
+            return self._commands(request, inputs, outputs, here, masks, self._read_rows(saved))
 
         self._launch(key, stream, commands)
 
@@ -341,7 +341,7 @@ class Runner(Launches):
         outputs: Results | Gradients,
         workspace: int,
         masks: MaskArrays | None,
-        rows: Mapping[str, bytes] = NO_ROWS,
+        rows: Mapping[str, tuple[int, ...]] = NO_ROWS,
     ) -> Iterator[Command]:
         """What the request runs on these arrays, in order; `rows` are those that a backward reads, by field."""
         addresses = tuple([x.ptr for x in inputs])
@@ -368,18 +368,18 @@ class Runner(Launches):
             out = getattr(outputs, name)
             yield Command(self._runtime.memsetAsync, (out.ptr, 0, ELEMENT_BYTES[out.dtype] * prod(out.shape)))
 
-    def _packed(self, saved: Saved) -> dict[str, bytes]:
-        """What a backward reads of rows, by field, as kernels have it: address and strides, of rows or of all axes."""
+    def _read_rows(self, saved: Saved) -> dict[str, tuple[int, ...]]:
+        """What a backward reads of rows, by field: address and strides, in the order of `_WHERE`."""
         found, lead, layout = {}, self.problem.rank - 1, self.problem.layout
         for (field, instead), x in zip(self._saved, saved, strict=True):
             if x is None and instead:
                 x = getattr(saved, instead)
             if x is None:
-                found[field] = _NOTHING
+                found[field] = _NOWHERE
                 continue
             axes = len(x.strides)
             strides = canonical_strides(x.strides, axes, layout, axes - lead)
-            found[field] = TENSOR4.packer.pack(x.ptr, *strides, *(0,) * (4 - len(strides)))
+            found[field] = (x.ptr, *strides, *(0,) * (len(_AXES) - len(strides)))
         return found
 
     def _pack_bits(self, packed: PackedMask, kernel: _Kernel, masks: MaskArrays, workspace: int) -> Iterator[Command]:

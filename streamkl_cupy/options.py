@@ -105,6 +105,9 @@ class Row(NamedTuple):
     """Whether every function has it; the others are those of functions with row results."""
     symbol: bool = False
     """Whether a tracer may hold it as a symbol that no check can look at: operators take it as a tensor then."""
+    setting: bool = False
+    """Whether only those read it who compute a problem: kernels, plans, the NumPy backend. They ask for
+    `Problem.setting(name, default)`, and nothing between them and the signatures knows it."""
 
 
 def _scale(name: str, value: Any) -> float:
@@ -219,7 +222,7 @@ Window = Annotated[tuple[int, int] | None, Row(_window, "SymInt[]?")]
 # Operators take the key of a pattern, and find the pattern among those alive.
 Pattern = Annotated["BlockPattern | None", Row(_pattern, "Tensor?")]
 Order = Annotated[str, Row(lambda name, value: choice(name, value, LAYOUTS), "str")]
-Products = Annotated[str, Row(lambda name, value: choice(name, value, PRECISIONS), "str")]
+Products = Annotated[str, Row(lambda name, value: choice(name, value, PRECISIONS), "str", setting=True)]
 Equal = Annotated[bool | None, Row(lambda name, value: flag(name, value, "True, False and None"), "bool?")]
 
 
@@ -356,6 +359,7 @@ SHARED: Final = {
 }
 NO_MASKS: Final = (None,) * len(MASK_ARRAYS)
 _DEFAULTS = {op: options() for op, options in OPTIONS.items()}
+_SETTINGS = {op: tuple(name for name, row in table.items() if row.setting) for op, table in TABLES.items()}
 _MAY_BE_NONE = {
     op: frozenset({name for name, default in options._field_defaults.items() if default is None})
     for op, options in OPTIONS.items()
@@ -388,9 +392,15 @@ def parse(op: Op, given: Mapping[str, Any], symbols: bool = False) -> tuple[Any,
     return options, tuple([given.get(name) for name in MASK_ARRAYS]) if masked else NO_MASKS
 
 
+def settings(op: Op, options: Any) -> tuple[tuple[str, Any], ...]:
+    """`Problem.settings` of checked options."""
+    found = [(name, getattr(options, name)) for name in _SETTINGS[op.name]]
+    return tuple([(name, value) for name, value in found if value != getattr(_DEFAULTS[op.name], name)])
+
+
 def further_results(op: Op, options: Any) -> dict[str, tuple[int, ...]]:
     """Results of a call beyond those that every call has, and the axes that each has after the row's."""
-    asking = {field: option for option, field in op.settings}
+    asking = {field: option for option, field in op.problem_fields}
     found: dict[str, tuple[int, ...]] = {
         name: () for field, _, name in op.asked_rows if getattr(options, asking[field])
     }

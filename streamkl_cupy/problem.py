@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .ops import ATTENTION_KL, OPS, Op
 from .ops.attention_kl import INPUT_NAMES as INPUT_NAMES
@@ -179,7 +179,6 @@ class Problem(AnyProblem):
     keys: int
     distributions: tuple[Side, ...]
     """In the order of the operation's sides."""
-    precision: str = "highest"
     divergence: str = "kl"
     """By its name in the registry."""
     parameters: tuple[tuple[str, float], ...] = ()
@@ -195,6 +194,12 @@ class Problem(AnyProblem):
     op: str = field(default=ATTENTION_KL.name, kw_only=True)
     extras: tuple[Operand, ...] = ()
     """Operands beside queries and keys, in the operation's order."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Options that only those read who compute it, by name; those that have their defaults are left out."""
+
+    def setting(self, option: str, default: Any) -> Any:
+        """What an option of `settings` says."""
+        return dict(self.settings).get(option, default)
 
     @property
     def dtypes(self) -> tuple[str, ...]:

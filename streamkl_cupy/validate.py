@@ -20,7 +20,7 @@ from .arrays import ArrayView, Inputs, MaskArrays
 from .frameworks import conversion, framework_of
 from .frameworks.base import dtype_label, known
 from .ops import Op, OperandSpec
-from .options import LAYOUTS, REDUCTIONS, LossOptions
+from .options import LAYOUTS, REDUCTIONS, LossOptions, settings
 from .planning import no_gradients
 from .problem import Operand, Problem, Side, canonical_strides, compact_strides
 from .rules import masks as rules
@@ -202,13 +202,13 @@ def to_problem(op: Op, inputs: Inputs, chosen: Any, masks: MaskArrays | None = N
         device=first.device,
         layout=chosen.layout,
         rank=len(first.shape),
-        precision=chosen.precision,
         deterministic=bool(chosen.deterministic),
         sequences=asked.sequences,
         parameters=given_parameters(chosen._asdict()),
         op=op.name,
         extras=tuple(operands[x.name] for x in op.operands if x.extra),
-        **{field: getattr(chosen, option) for option, field in op.settings},
+        settings=settings(op, chosen),
+        **{field: getattr(chosen, option) for option, field in op.problem_fields},
     )
 
 
@@ -276,7 +276,7 @@ def same_device(first: str, here: Any, name: str, there: Any) -> None:
 
 def loss(asked: LossOptions) -> None:
     """Check how row values are to be reduced, and what is asked for beside them."""
-    if asked.reduction != "none":
+    if type(asked.reduction) is not str or asked.reduction not in REDUCTIONS:
         choice("reduction", asked.reduction, REDUCTIONS)
     if asked.dense_teacher_lse is not None and not asked.return_lse:
         raise ValueError("dense_teacher_lse gives the teacher's mass beside the log-sum-exps: pass return_lse=True too")

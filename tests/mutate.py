@@ -3,12 +3,12 @@
     python tests/mutate.py --count 50 [--seed 7] [--modules planning,patterns/*] [--jobs 2] [--all]
 
 Works in a copy of the tree. A fault changes one expression or statement: an operator, a comparison, a constant, two
-arguments that change places, a statement that is gone, the teacher for the student. Texts, annotations, decorators and
-tables of tiles are left alone. A fault meets the tests that run its lines, the quickest first, of the quick files and
-those that import the module; with --all of the others that take seconds too. Which these are is found by running them
-once, and kept from run to run in --reached. A test that notices a fault must pass without it. What survives is held
-against tests/equivalents.toml, which lists changes that make no difference, with reasons. Not part of CI: it takes
-minutes.
+arguments that change places, a statement that is gone, the teacher for the student. Texts, annotations, decorators,
+tables of tiles and what Triton compiles are left alone. A fault meets the tests that run its lines, the quickest first,
+of the quick files and those that import the module; with --all of the others that take seconds too. Which these are is
+found by running them once, and kept from run to run in --reached. A test that notices a fault must pass without it.
+What survives is held against tests/equivalents.txt, which lists changes that make no difference, with reasons. Not part
+of CI: it takes minutes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import pytest
 from reached import PACKAGE, Notes, Record, Test, block_of, digest, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
-# They compile kernels, make environments, draw pictures, ask a type checker or take minutes.
+# They compile kernels, make environments or copies of the tree, draw pictures, ask a type checker or take minutes.
 SLOW = (
     "plans_compile",
     "install",
@@ -53,6 +53,8 @@ SLOW = (
     "soak",
     "readme_table",
     "masks_benchmark",
+    "users_benchmark",
+    "patches",
     "typing",
     "fork",
 )
@@ -87,6 +89,11 @@ def other_side(word: str) -> str:
     return re.sub("teacher|student", lambda found: SWAPPED[found.group()], word)
 
 
+def is_field(node: ast.AST) -> bool:
+    """Whether it is a field of a struct, whose text and whose packing are made of the same list, in whatever order."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "Field"
+
+
 def changes(node: ast.AST, parent: ast.AST) -> Iterator[Any]:
     """Faulty versions of a node; a statement's is "pass", to be left out."""
 
@@ -116,11 +123,13 @@ def changes(node: ast.AST, parent: ast.AST) -> Iterator[Any]:
             if isinstance(node, ast.Name) and isinstance(parent, ast.Call) and parent.func is node and value in CALLS:
                 yield changed(id=CALLS[value])
         case ast.Call(args=elements) | ast.Tuple(elts=elements, ctx=ast.Load()) if not (
-            isinstance(parent, ast.Compare) or (isinstance(node, ast.Call) and SYMMETRIC.search(ast.unparse(node)))
+            isinstance(parent, ast.Compare | ast.ExceptHandler)
+            or (isinstance(node, ast.Call) and SYMMETRIC.search(ast.unparse(node)))
+            or (isinstance(parent, ast.Call) and re.match(r"(isinstance|issubclass)\(", ast.unparse(parent)))
         ):
             field = "args" if isinstance(node, ast.Call) else "elts"
             for i in range(len(elements) - 1):
-                if ast.dump(elements[i]) != ast.dump(elements[i + 1]):
+                if ast.dump(elements[i]) != ast.dump(elements[i + 1]) and not all(map(is_field, elements[i : i + 2])):
                     yield changed(**{field: [*elements[:i], elements[i + 1], elements[i], *elements[i + 2 :]]})
         case ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break() | ast.Expr(value=ast.Call()):
             yield "pass"
@@ -137,6 +146,8 @@ def sites(node: ast.AST) -> Iterator[tuple[ast.AST, list[Any]]]:
             continue
         if isinstance(node, ast.AnnAssign) and "TypeAlias" in ast.dump(node.annotation):
             continue
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.JoinedStr) or not isinstance(child, ast.AST):
                 continue
@@ -144,6 +155,9 @@ def sites(node: ast.AST) -> Iterator[tuple[ast.AST, list[Any]]]:
                 continue
             # A row of a table of tiles: whether registers hold it is a matter of compiling, and all else of time.
             if isinstance(child, ast.Call) and re.search(r"(Tile|_)Row$", ast.unparse(child.func)):
+                continue
+            # What Triton compiles runs on a GPU only.
+            if isinstance(child, ast.FunctionDef) and any("triton." in ast.unparse(x) for x in child.decorator_list):
                 continue
             if found := list(changes(child, node)):
                 yield child, found
@@ -315,12 +329,18 @@ def chosen_tests(fault: Fault, module: str, source: Path, options: argparse.Name
     block = block_of(text, text[: fault.start].count(b"\n") + 1)
     here = f"{module}:{block}"
     found: list[tuple[bool, float, str, bool]] = []  # own ones are the last to be left out
-    for i, stage in enumerate(stages_for(source, module, options)):
-        for file in stage:
-            for name, test in record_of(options.reached / f"{Path(file).stem}.json").tests.items():
-                # What runs on import may be a table that others read.
-                if test.passed and (here in test.blocks or not block or (test.starts_python and not i)):
-                    found.append((i > 0, test.seconds, name, test.starts_python))
+    known = [
+        (i, name, test)
+        for i, stage in enumerate(stages_for(source, module, options))
+        for file in stage
+        for name, test in record_of(options.reached / f"{Path(file).stem}.json").tests.items()
+        if test.passed
+    ]
+    # What runs on import may be a table that others read, and what is kept from the first call on nobody runs again.
+    kept = not block or not any(here in test.blocks for _, _, test in known)
+    for i, name, test in known:
+        if here in test.blocks or kept or (test.starts_python and not i):
+            found.append((i > 0, test.seconds, name, test.starts_python))
     left = {False: options.seconds, True: options.seconds}
     tests = []
     for away, seconds, name, always in sorted(found):
@@ -378,8 +398,9 @@ def main() -> None:
     options = parser.parse_args()
 
     rng = random.Random(options.seed)
-    for name in ("torch", "jax", "matplotlib"):
-        if importlib.util.find_spec(name):
+    # What takes long to import is there in every fork.
+    for name in ("torch._dynamo", "jax.numpy", "matplotlib.pyplot", "cupy"):
+        if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     table: dict[str, Counter[str]] = {}
     options.reached.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from numpy.typing import NDArray
 
 import streamkl_cupy
 from streamkl_cupy import call, parallel, patterns, planning
-from streamkl_cupy.compiler import nvrtc
+from streamkl_cupy.cli import catalogue
 from streamkl_cupy.indexer import plan as index_plan
 from streamkl_cupy.kernels import (
     KERNELS,
@@ -404,11 +403,12 @@ def plant() -> None:
 
 
 def compile_all(args: argparse.Namespace) -> None:
-    """Have every kernel in the cache, also those whose every lane arrives: by a thread for each core."""
+    """Have every kernel in the cache, also those whose every lane arrives: by processes, because threads
+    wait for each other in the compiler."""
     import cupy
 
     facts = gpus.device_facts(cupy.cuda.Device().id)
-    wanted: dict[tuple[str, str], None] = {}
+    wanted: dict[tuple[str, str], catalogue.Entry] = {}
     # By racecheck's lanes and the others'.
     lanes = [
         *([sm90.ARRIVING_LANES] if {*args.tools.split(",")} - {"racecheck"} else ()),
@@ -419,10 +419,11 @@ def compile_all(args: argparse.Namespace) -> None:
         for families, cases in rounds([x for x in Matrix(args.seed) if args.only in str(x)], facts.flag):
             counts.append(f"{len(cases)} with kernels of {families}")
             for kernel in itertools.chain.from_iterable(kernels_of(case, facts.flag) for case in cases):
-                wanted.setdefault((kernel.text, kernel.arch))
+                wanted.setdefault((kernel.text, kernel.arch), catalogue.Entry(name_of(kernel), kernel))
     began = time.monotonic()
-    with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(lambda key: nvrtc.cached_image(*key), wanted))
+    for built in catalogue.build(list(wanted.values()), args.jobs, store=True):
+        if built.error:
+            raise SystemExit(f"{built.entry.label}: {built.error}")
     print(f"{facts.name}: {', '.join(counts)}")
     print(f"{len(wanted)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
 
@@ -504,9 +505,22 @@ def report(tool: str, part: int, code: int, text: str) -> bool:
     reached = "all" if lines[-1:] == ["all done"] else f"until {lines[-1] if lines else 'nothing'}"
     print(f"{tool} {part}: {'; '.join(said) or f'status {code}'}; {reached}", flush=True)
     if not good:
-        found = [line for line in text.splitlines() if line.startswith("=")]
-        print("\n".join([*found[:40], *lines[-3:]]), flush=True)
+        print("\n".join([*complaints(text)[:60], *lines[-3:]]), flush=True)
     return good
+
+
+def complaints(text: str) -> list[str]:
+    """What a tool said, each time behind the line of the case that it was about."""
+    found, case = [], ""
+    for line in text.splitlines():
+        if not line.startswith("="):
+            case = line
+            continue
+        if case:
+            found.append(case)
+            case = ""
+        found.append(line)
+    return found
 
 
 if __name__ == "__main__":

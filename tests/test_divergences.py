@@ -36,6 +36,10 @@ def seed_of(rng: np.random.Generator) -> int:
     return int(rng.integers(2**31))
 
 
+def place(divergence: str) -> int:
+    return [*DIVERGENCES].index(divergence)
+
+
 def rows_of(case: Any) -> tuple[int, ...]:
     shape: tuple[int, ...] = case.arrays[0].shape[:-1]
     return shape
@@ -52,8 +56,10 @@ def test_every_dtype_on_every_backend(backend: Any, rng: Any, divergence: str) -
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_mask(core: Any, rng: Any, divergence: str, mask: str) -> None:
-    for dtype in ("float16", "float32"):
+def test_every_mask(core: Any, rng: Any, turn: Any, divergence: str, mask: str) -> None:
+    """Of the types a GPU, which compiles for each, has one by turns."""
+    types = "float16", "float32"
+    for dtype in types if core.device == "cpu" else [turn(types, place(divergence), [*MASKS].index(mask))]:
         B, M, N = 1 if mask == "packed" else 2, 90, 150
         case = make(
             B=B, H=2, M=M, N=N, D_t=64, student_key_heads=1, dtypes=dtype, seed=seed_of(rng), divergence=divergence,
@@ -136,12 +142,14 @@ def test_visible_nan_and_inf_are_not_silent(core: Any, rng: Any, divergence: str
 
 
 def test_equal_distributions(core: Any, rng: Any, divergence: str) -> None:
-    """Most divergences have 0 there; whatever it is, it is exact to more than in general."""
+    """Most divergences have 0 there, and no logit matters to first order: they are exact to more than in general."""
     case = make("realistic", M=100, N=900, D_t=64, dtypes="bfloat16", seed=seed_of(rng))
     q, k = core.arrays(case)[:2]
-    exact = reference.forward(*case.arrays[:2] * 2, divergence=divergence).kl
+    exact = reference.forward(*case.arrays[:2] * 2, divergence=divergence)
     found = core.numpy(streamkl_cupy.attention_kl(q, k, q, k, divergence=divergence))
-    np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6)
+    # A cross-entropy is the entropy there, which hangs on logits as always: each of them is rounded once.
+    bound = 1e-6 * (1 + np.abs(exact.kl)) + 2.0**-24 * exact.condition
+    assert (np.abs(found - exact.kl) <= bound).all(), (np.abs(found - exact.kl) / bound).max()
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own making
@@ -195,18 +203,19 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cupy
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("D_t, D_s", FAMILY_DIMS)
-@pytest.mark.parametrize("deterministic", [False, True])
 def test_every_kernel_family(
-    family: str, cupy_only: Any, rng: Any, divergence: str, dtype: str, D_t: int, D_s: int, deterministic: bool
+    family: str, cupy_only: Any, rng: Any, turn: Any, divergence: str, D_t: int, D_s: int
 ) -> None:
+    """With one of the 16-bit types, by turns: each divergence and each pair of head dims has both."""
+    dtype = turn(("bfloat16", "float16"), place(divergence), FAMILY_DIMS.index((D_t, D_s)))
     case = make(
         H=4, M=300, N=333, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
         seed=seed_of(rng), causal=True, divergence=divergence,
     )  # fmt: skip
     wrt = INPUT_NAMES[2:] if D_t > 256 else INPUT_NAMES
-    cupy_only.judge(case, upstream(rng, rows_of(case)), wrt=wrt, deterministic=deterministic)
+    for deterministic in (False, True):
+        cupy_only.judge(case, upstream(rng, rows_of(case)), wrt=wrt, deterministic=deterministic)
 
 
 def test_plans_name_it(divergence: str) -> None:

@@ -24,6 +24,21 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = ("bfloat16", "float16")
 DIMS = [(8, 8), (16, 64), (64, 64), (72, 80), (128, 128), (64, 128), (192, 128), (256, 256), (512, 64), (576, 128)]
+ONE_PASS = [
+    (64, 64),
+    (128, 128),
+    (40, 72),
+    (64, 128),
+    (192, 128),
+    (256, 128),
+    (120, 16),
+    (192, 176),
+    (328, 64),
+    (576, 128),
+]
+LONG = [(320, 128), (384, 64), (512, 128), (576, 72), (576, 128), (576, 256), (520, 192)]
+LISTED = [(64, 64), (128, 128), (72, 40), (64, 192)]
+ONE_TILE = [(64, 64), (128, 40), (72, 128)]
 
 
 def forget_plans() -> None:
@@ -60,12 +75,9 @@ def judged(family: str, backend: Any, case: Any, grad: Any = None, **how: Any) -
     return backend.judge(case, grad, arrays=inputs, **how)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "D_t, D_s",
-    [(8, 8), (16, 64), (64, 64), (72, 80), (128, 128), (64, 128), (192, 128), (256, 256), (512, 64), (576, 128)],
-)
-def test_head_dims(family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int) -> None:
+@pytest.mark.parametrize("D_t, D_s", DIMS)
+def test_head_dims(family: str, cupy_only: Any, rng: Any, turn: Any, D_t: int, D_s: int) -> None:
+    dtype = turn(DTYPES, DIMS.index((D_t, D_s)))
     for M, N, causal in ((300, 333, False), (257, 129, True), (64, 700, True)):
         case = make(H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
                     seed=int(rng.integers(1 << 30)), causal=causal)  # fmt: skip
@@ -116,14 +128,12 @@ def test_splitting_changes_only_the_last_bits(cupy_only: Any, rng: Any) -> None:
         np.testing.assert_allclose(cupy_only.numpy(got), cupy_only.numpy(expected.array), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "D_t, D_s", [(64, 64), (128, 128), (40, 72), (64, 128), (192, 128), (256, 128), (120, 16), (192, 176),
-             (328, 64), (576, 128)]
-)  # fmt: skip
-def test_both_gradients_in_one_pass(family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int) -> None:
+@pytest.mark.parametrize("D_t, D_s", ONE_PASS)
+def test_both_gradients_in_one_pass(family: str, cupy_only: Any, rng: Any, turn: Any, D_t: int, D_s: int) -> None:
+    dtype = turn(DTYPES, ONE_PASS.index((D_t, D_s)))
+    heads = 1 if D_s <= 128 else 2  # fewer tiles would be shared, for which a long gradient leaves no registers
     for M, N, options in ((300, 333, {}), (257, 700, {"causal": True}), (400, 129, {"causal": True, "q_offset": -37})):
-        case = make(B=2, H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=1, dtypes=dtype,
+        case = make(B=2, H=4, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=2, student_key_heads=heads, dtypes=dtype,
                     seed=int(rng.integers(1 << 30)), **options)  # fmt: skip
         grad = upstream(rng, (2, 4, M))
         grad[:, :, ::5] *= 1e-3
@@ -136,14 +146,20 @@ def test_both_gradients_in_one_pass(family: str, cupy_only: Any, rng: Any, dtype
         cupy_only.judge(case, grad, arrays=inputs, wrt=STUDENT if D_t > 256 else INPUT_NAMES)
 
 
-@pytest.mark.parametrize("divergence", ["kl", "reverse_kl"])
-@pytest.mark.parametrize("D_t, D_s", [(320, 128), (384, 64), (512, 128), (576, 72), (576, 128), (576, 256), (520, 192)])
+# Whose gradients read the row's value on the teacher's side alone, and on the student's.
+VALUED = {entry.needs_value: name for name, entry in sorted(DIVERGENCES.items()) if len(entry.needs_value) == 1}
+
+
+@pytest.mark.parametrize("D_t, D_s", LONG)
 def test_students_of_long_teachers(
-    family: str, cupy_only: Any, rng: Any, D_t: int, D_s: int, divergence: str, monkeypatch: pytest.MonkeyPatch
+    family: str, cupy_only: Any, rng: Any, turn: Any, D_t: int, D_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All masks, both ways to compute, key heads shared differently; without atomics the same bits each time."""
+    """All masks, four by turns for each pair of head dims, both ways to compute, key heads shared differently; without
+    atomics the same bits each time."""
     monkeypatch.setattr(work_tiles, "MIN_TILES_IN_LIST", 2)
-    for i, (mask, ask) in enumerate([("none", lambda *_: {}), *MASK_OPTIONS.items()]):
+    masks, place = [*enumerate([("none", lambda *_: {}), *MASK_OPTIONS.items()])], LONG.index((D_t, D_s))
+    divergence = turn((*VALUED.values(),), place)
+    for i, (mask, ask) in [turn(masks, 4 * place, step) for step in range(4)]:
         B, M, N = 1 if mask == "packed" else 2, int(rng.integers(270, 700)), int(rng.integers(60, 700))
         heads_t, heads_s = ((2, 4), (1, 2), (4, 1))[i % 3]
         options = {**ask(rng, B, M, N), **({"causal": True} if i % 2 else {})}
@@ -170,12 +186,13 @@ def direct(plan: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize("divergence", sorted(DIVERGENCES))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N", [1, 16, 64, 100, 128, 192, 197, 256])
-def test_all_keys_in_one_tile(cupy_only: Any, rng: Any, N: int, dtype: str, divergence: str) -> None:
+@pytest.mark.parametrize("D_t, D_s", ONE_TILE)
+def test_all_keys_in_one_tile(cupy_only: Any, rng: Any, turn: Any, D_t: int, D_s: int, divergence: str) -> None:
+    """Numbers of keys that share kernels share a test, too, and the 16-bit types take turns."""
     if gpus.device_facts(0).compute_capability != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    for D_t, D_s in ((64, 64), (128, 40), (72, 128)):
+    dtype = turn(DTYPES, ONE_TILE.index((D_t, D_s)), sorted(DIVERGENCES).index(divergence))
+    for N in (1, 16, 64, 100, 128, 192, 197, 256):
         H, M = 40, int(rng.choice([64, 65, 100, 197, 333]))
         case = make(B=3, H=H, M=M, N=N, D_t=D_t, D_s=D_s, teacher_key_heads=H, student_key_heads=H, dtypes=dtype,
                     seed=int(rng.integers(1 << 30)), divergence=divergence)  # fmt: skip
@@ -190,14 +207,15 @@ def test_all_keys_in_one_tile(cupy_only: Any, rng: Any, N: int, dtype: str, dive
                 check_same_bits(name, *(cupy_only.numpy(x) for x in both))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("part", sorted(MASK_OPTIONS))
-def test_all_keys_in_one_tile_under_masks(cupy_only: Any, rng: Any, part: str, dtype: str) -> None:
+def test_all_keys_in_one_tile_under_masks(cupy_only: Any, rng: Any, turn: Any, part: str, D: int) -> None:
     """Tiles of queries that no step visits are written too, as all of them are in poisoned memory."""
     if gpus.device_facts(0).compute_capability != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     B = 1 if part == "packed" else 2
-    for trial, D in itertools.product(range(3), (64, 128)):
+    dtype = turn(DTYPES, sorted(MASK_OPTIONS).index(part), D // 128)
+    for trial in range(3):
         M, N = int(rng.integers(200, 700)), int(rng.integers(1, 129))
         options = MASK_OPTIONS[part](rng, B, M, N)
         if trial == 0 and part in ("causal", "window", "blocks"):
@@ -212,12 +230,12 @@ def test_all_keys_in_one_tile_under_masks(cupy_only: Any, rng: Any, part: str, d
             cupy_only.judge(case, upstream(rng, rows.kl.shape), arrays=inputs, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D_t, D_s", [(64, 64), (128, 128), (72, 40), (64, 192)])
+@pytest.mark.parametrize("D_t, D_s", LISTED)
 def test_shared_lists(
-    family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int, monkeypatch: pytest.MonkeyPatch
+    family: str, cupy_only: Any, rng: Any, turn: Any, D_t: int, D_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lists of a few tiles are cut here as those of long contexts are: what blocks have is added up, in one order."""
+    dtype = turn(DTYPES, LISTED.index((D_t, D_s)))
     monkeypatch.setattr(work_tiles, "MIN_TILES_IN_LIST", 2)
     for M, N, pattern_heads, causal in ((700, 650, 4, False), (613, 700, 1, True), (900, 300, 4, True)):
         blocks = rng.random((pattern_heads, -(-M // 64), -(-N // 32))) < 0.2
@@ -269,15 +287,30 @@ MASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [*MASKED, "keys", "rows"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D_t, D_s", [(64, 64), (128, 128), (72, 40), (192, 128)])
+KINDS = [*MASKED, "keys", "rows"]
+SHARED = [[(64, 64), (72, 40)], [(128, 128), (192, 128)]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dims", SHARED)
 def test_shared_row_tiles(
-    family: str, cupy_only: Any, rng: Any, dtype: str, D_t: int, D_s: int, kind: str, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    cupy_only: Any,
+    rng: Any,
+    turn: Any,
+    dims: list[tuple[int, int]],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One key head for many heads of queries, few keys, few queries: blocks share what a tile of rows streams."""
+    """One key head for many heads of queries, few keys, few queries: blocks share what a tile of rows streams.
+
+    Of two pairs of head dims and of two types one each, of three shapes two, by turns.
+    """
     cut_small(monkeypatch)
-    for M, N, heads, teacher, student in ((700, 610, 6, 2, 1), (900, 63, 2, 2, 2), (40, 2000, 2, 1, 2)):
+    D_t, D_s = turn(dims, KINDS.index(kind))
+    dtype = turn(DTYPES, KINDS.index(kind) // 2, SHARED.index(dims))
+    shapes = ((700, 610, 6, 2, 1), (900, 63, 2, 2, 2), (40, 2000, 2, 1, 2))
+    for M, N, heads, teacher, student in [turn(shapes, KINDS.index(kind), SHARED.index(dims), i) for i in range(2)]:
         if kind == "packed" and N == 63:
             continue
         options = {"key_mask": rng.random((2, N)) < 0.6} if kind == "keys" else MASKED.get(kind, {})

@@ -257,7 +257,7 @@ def test_cuda_is_refused_in_a_child_of_one_that_used_it(monkeypatch: pytest.Monk
     class Shape:
         shape, dtype = (2, 8, 16), "float16"
 
-    monkeypatch.setattr(call, "_cuda_generation", locks.generation() - 1)
+    monkeypatch.setattr(call, "_cuda_generation", locks.forks - 1)
     views = call.outline(ATTENTION_KL, (Shape(), Shape(), Shape(), Shape()), arrays.cuda(0))
     with pytest.raises(DriverError, match=r"forked after its parent had used CUDA.*spawn"):
         call.prepare(ATTENTION_KL, views, Options())

@@ -206,7 +206,7 @@ def test_options_reach_the_forward_and_the_backward(
         assert problem.layout == layout
         scales = given.get("teacher_scale", 1 / 4), given.get("student_scale", 1 / 2)
         assert (problem.side("teacher").scale, problem.side("student").scale) == scales
-        assert problem.precision == expected.get("precision", "highest")
+        assert problem.setting("precision", "highest") == expected.get("precision", "highest")
         assert problem.deterministic == expected.get("deterministic", False)
         params = {key: x for key, x in dict(problem.mask.params).items() if key in ("left", "right", "q_offset")}
         assert params == expected.get("mask", {})

@@ -607,12 +607,13 @@ def test_jax(rng: np.random.Generator) -> None:
 
     for transform in (lambda f: f, jax.jit, jax.checkpoint):
         found, mine = transform(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*x[2:])
-        np.testing.assert_allclose(found, value, rtol=1e-6)
+        # Where JAX has a GPU, logarithms of up to 3 are exact to 2^-22.
+        np.testing.assert_allclose(found, value, rtol=1e-6, atol=2e-6)
         for a, b in zip(mine, grads, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
     rows = streamkl_cupy.indexer_kl(*numbers, **options)
     each = jax.vmap(lambda *a: streamkl_cupy.indexer_kl(*a, **options))(*x)
-    np.testing.assert_allclose(each, rows, rtol=1e-6)
+    np.testing.assert_allclose(each, rows, rtol=1e-6, atol=2e-6)
     stats = jax.jit(lambda *a: streamkl_cupy.indexer_kl(*a, return_stats=True, **options))(*x)
     np.testing.assert_allclose(stats.target_sum, np.full((2, 19), 4), rtol=1e-5)
     # One device is enough for the types of a mesh; the keys are what devices share.

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from test_packing import LOG2E, compiled, needs_compiler, prologue
 
+import streamkl_cupy
 from streamkl_cupy import launch
 from streamkl_cupy.arrays import ArrayView
 from streamkl_cupy.compiler.nvrtc import Loaded
 from streamkl_cupy.errors import CaptureError
-from streamkl_cupy.indexer import cuda, plan
+from streamkl_cupy.indexer import cuda, plan, steps
 from streamkl_cupy.indexer.problem import to_problem
 from streamkl_cupy.kernels import KERNELS, structs
 from streamkl_cupy.kernels.gpus import facts_for_arch
@@ -56,6 +57,7 @@ class Book(list[tuple[str, tuple[int, ...], Found]]):
         self.folder, self.texts = folder, [("", "", 0)]
         self.cleared: list[tuple[int, int]] = []
         self.threads: list[int] = []
+        self.told: list[dict[str, str]] = []
         modules = SimpleNamespace(cuda=SimpleNamespace(driver=self, runtime=self))
         for module in (launch, cuda):
             monkeypatch.setattr(module, "import_cupy", lambda: modules)
@@ -84,6 +86,7 @@ class Book(list[tuple[str, tuple[int, ...], Found]]):
         assert smem_bytes == granted
         assert threads % 32 == 0
         self.threads.append(threads)
+        self.told.append(dict(re.findall(r"#define (SKL_\w+) (.+)", text)))
         (address,) = struct.unpack("=Q", ctypes.string_at(parameters, 8))
         (name,) = re.findall(rf"{symbol}\(const __grid_constant__ (\w+)", text)
         self.append((symbol.removeprefix("streamkl_indexer_"), tuple(grid), self.read(text, name, address)))
@@ -320,6 +323,13 @@ def test_a_forward_is_packed_by_name(book: Book, rng: np.random.Generator, mask:
     call.check_room(regions, wanted, call.runner.workspace_bytes)
 
 
+@pytest.mark.parametrize("mask", MASKS)
+def test_steps_launch_the_kernels_of_the_plan(book: Book, rng: np.random.Generator, mask: str) -> None:
+    made = call_of(rng, mask).runner.plan_for(("index_q", "index_k", "index_weights"))
+    for found, kernels in ((steps.forward_steps(made), made.forward), (steps.backward_steps(made), made.backward)):
+        assert {step.kernel for step in found if isinstance(step, steps.Step)} == set(kernels)
+
+
 @needs_compiler
 @pytest.mark.parametrize("wrt", [("index_q", "index_k", "index_weights"), ("index_k",), ("index_weights",)])
 def test_a_backward_is_packed_by_name(
@@ -381,6 +391,50 @@ def test_a_backward_is_packed_by_name(
                 check_enough(grid, threads, n["N"] * n["D"], n["B"] * n["J"])
     assert [got["first_tile"] for symbol, _, got in book if symbol == "score"] == [*range(tiles)]
     call.check_room(regions, wanted, call.runner.backward_bytes(wrt))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("mask", ["keys", "none"])
+def test_kernels_are_told_what_the_call_is(
+    book: Book, rng: np.random.Generator, dtype: str, relu: bool, mask: str
+) -> None:
+    """By constants of their texts: element types, extents, what becomes of scores, whose states are joined."""
+    n = SIZES
+    scales = {"index_scale": 0.3, "teacher_scale": 0.7, "head_groups": n["G"]}
+    call = Call(rng, INDEXER_KL, (*OPERANDS, *MASKS.get(mask, ())), dtype, relu=relu, **scales)
+    out = call.results(kl="BGM", index_lse="BGM", target_sum="BGM", made_lse="BHM")
+    call.runner.forward(call.inputs, call.op.Results(**out), 7, call.workspace)
+    forward = len(book)
+    saved = call.op.Saved(**call.results(grad="BGM", index_lse="BGM", target_sum="BGM", made_lse="BHM"))
+    axes = {"index_q": "BIMD", "index_k": "BJND", "index_weights": "BIM"}
+    made = {name: call.view(name, x, dtype) for name, x in axes.items()}
+    gradients = call.op.Gradients(*(made.get(name) for name in call.op.Gradients._fields))
+    call.runner.backward(call.inputs, saved, gradients, 7, call.workspace)
+    code = {"bfloat16": "kBf16", "float32": "kF32"}[dtype]
+    for i, ((symbol, _, got), told, threads) in enumerate(zip(book, book.told, book.threads, strict=True)):
+        want = {"SKL_S_DIM": "40", "SKL_S_ELEMENT": code, "SKL_W_ELEMENT": "kF32", "SKL_GATED": str(int(relu))}
+        want |= {"SKL_BITS": str(int(mask == "keys"))}
+        want = {name: x for name, x in want.items() if name in told and symbol != "units"}
+        assert len(want) == (0 if symbol in ("rows", "bits", "join", "units") else 5), symbol
+        if symbol == "score":
+            packed = "pack" in [name for name, *_ in book[:i]]
+            # As the enumeration of its text has them.
+            ending = {"kEndsInRows": 0, "kEndsInStrip": 1, "kEndsInLse": 3}
+            phase = "kEndsInStrip" if i > forward else "kEndsInRows" if packed else "kEndsInLse"
+            want |= {"SKL_ENDING": str(ending[phase]), "SKL_T_DIM": "72", "SKL_R_DIM": "16", "SKL_T_ELEMENT": code}
+            want |= {"SKL_TARGET": "0", "SKL_T_SCORE": "Dot", "SKL_S_SCORE": "Dot"}
+        if symbol == "join":
+            want["SKL_LSE"] = str(int(bool(got["out_lse.pointer"] == out["made_lse"].ptr)))
+        if symbol == "gated_join":
+            want["SKL_SHARES"] = str(call.runner.plan.shares)
+        if "SKL_THREADS" in told:
+            want["SKL_THREADS"] = str(threads)
+        assert {name: told[name] for name in want} == want, symbol
+    # Keys go into tiles as they are, queries with the weights of their heads.
+    weighted = [told["SKL_WEIGHTED"] for (symbol, *_), told in zip(book, book.told) if symbol == "tiles"]
+    assert weighted in ([], ["0", "1"])
 
 
 @needs_compiler
@@ -455,3 +509,21 @@ def test_the_work_is_cut_to_keep_a_gpu_busy(
     ):  # fmt: skip
         assert splits == min(max(-(-wanted // others), 1), -(-N // 64), 64)
     assert cut.shares == min(-(-wanted // (-(-N // 64) * n["B"] * n["J"])), max(cut.strip_tiles, 1), 16)
+
+
+@pytest.mark.parametrize("teacher", ["bfloat16", "float32"])
+@pytest.mark.parametrize("index", ["bfloat16", "float32"])
+def test_products_of_float32_have_kernels_that_multiply_it(teacher: str, index: str) -> None:
+    """Hopper's own multiply 16-bit elements: scores are theirs if both sides are such, gradients if the student is."""
+    types = {"bfloat16": pytest.importorskip("ml_dtypes").bfloat16, "float32": np.float32}
+    q, k = (np.empty((1, h, 512, 128), types[teacher]) for h in (16, 1))
+    index_q, index_k = (np.empty(x, types[index]) for x in ((1, 8, 512, 64), (1, 512, 64)))
+    weights = np.empty((1, 8, 512), np.float32)
+    found: Any = streamkl_cupy.indexer_kl_plan(
+        q, k, index_q, index_k, weights, index_scale=1.0, causal=True, arch="sm_90"
+    )
+    hopper = {kernel.name: kernel.arch == "sm_90a" for kernel in (*found.forward, *found.backward)}
+    scores = {of for name, of in hopper.items() if "_score_" in name or "_stream_" in name}
+    gradients = {of for name, of in hopper.items() if "_query_" in name or "_key_" in name}
+    assert scores == {(teacher, index) == ("bfloat16", "bfloat16")}
+    assert gradients == {index == "bfloat16"}

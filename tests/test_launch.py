@@ -117,6 +117,7 @@ def tensors_of_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Any:
     torch = pytest.importorskip("torch")
     framework: Any = known("torch")
     monkeypatch.setattr(framework, "devices", {torch.device("cpu"): arrays.cuda(0)})
+    monkeypatch.setattr(framework, "current_gpu", lambda: None)  # results are made on the CPU too
     monkeypatch.setattr(framework, "raw_stream", lambda index: 7)
     monkeypatch.setattr(calls, "backend", lambda device: launch)
     for kept in ("_looks", "_checked", "_runners"):
@@ -124,7 +125,7 @@ def tensors_of_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Any:
     return torch
 
 
-@pytest.mark.parametrize("way, most", [("loss", 43), ("step", 66), ("forward", 34), ("backward", 38)])
+@pytest.mark.parametrize("way, most", [("loss", 37), ("step", 47), ("forward", 26), ("backward", 28)])
 def test_a_call_like_one_before_is_looked_up(driver: Driver, way: str, most: int, tensors_of_a_gpu: Any) -> None:
     torch = tensors_of_a_gpu
     x = [torch.randn(1, 2, 128, 64, dtype=torch.bfloat16) for _ in INPUT_NAMES]

@@ -1,6 +1,8 @@
-"""In which order tests run."""
+"""In which order tests run, and how those of a GPU share out what they compile."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from conftest import dealt
@@ -22,3 +24,10 @@ def test_long_tests_begin_each_process(processes: int, many: int, few: int) -> N
         assert [x < 0 for x in piece] == sorted((x < 0 for x in piece), reverse=True)
     counts = [sum(x < 0 for x in piece) for piece in pieces]
     assert max(counts) - min(counts) <= 1 or many < few
+
+
+def test_each_run_has_all_that_takes_turns(turn: Any) -> None:
+    """Along each parameter, whatever the others are."""
+    for several in ("ab", "abcde"):
+        for other in range(7):
+            assert {turn(several, place, other) for place in range(len(several))} == set(several)

@@ -39,14 +39,20 @@ ROWS = ("grad", "teacher_lse", "student_lse", "kl")
 SHIM = "#include <cstddef>\n#include <algorithm>\n#define __device__\nusing std::max;\nusing std::min;\n"
 
 
+_libraries: dict[str, ctypes.CDLL] = {}
+"""What has been compiled, by its text: of all tests."""
+
+
 def compiled(folder: Path, text: str) -> ctypes.CDLL:
     assert COMPILER
-    source = folder / f"text{len(list(folder.iterdir()))}.cpp"
-    source.write_text(SHIM + text)
-    subprocess.run(
-        [COMPILER, "-std=c++17", "-w", "-shared", "-fPIC", source, "-o", source.with_suffix(".so")], check=True
-    )
-    return ctypes.CDLL(str(source.with_suffix(".so")))
+    if text not in _libraries:
+        source = folder / f"text{len(list(folder.iterdir()))}.cpp"
+        source.write_text(SHIM + text)
+        subprocess.run(
+            [COMPILER, "-std=c++17", "-w", "-shared", "-fPIC", source, "-o", source.with_suffix(".so")], check=True
+        )
+        _libraries[text] = ctypes.CDLL(str(source.with_suffix(".so")))
+    return _libraries[text]
 
 
 def prologue(text: str) -> str:

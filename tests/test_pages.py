@@ -126,6 +126,14 @@ def test_every_divergence_and_score_has_a_row_and_a_recipe(page: str) -> None:
     assert not missing, f"docs/{page} does not name {missing}"
 
 
+@pytest.mark.parametrize(
+    "page, said", [("README.md", r"\n\* \*\*Sinks\.(.*?)\n\* "), ("docs/support.md", r"\| `teacher_sink(.*?)\n")]
+)
+def test_pages_say_beside_which_divergences_sinks_are_built(page: str, said: str) -> None:
+    (found,) = re.findall(said, (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert set(re.findall(r'"(\w+)"', found)) == {name for name, entry in DIVERGENCES.items() if entry.weighing}
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """CI builds it in any case; here only where everything is installed."""
     if absent := [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import itertools
 import math
+import os
 import shutil
 import socket
 import subprocess
@@ -33,11 +34,19 @@ from streamkl_cupy.parallel import (
     shard,
 )
 from streamkl_cupy.parallel.blocks import Whole
+from streamkl_cupy.parallel.libraries import library_named
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules.divergences import DIVERGENCES
 
 STRATEGIES = ("all_gather", "a2a", "all_gather_queries", "p2p")
 PROGRAMS = Path(__file__).with_name("parallel_programs.py")
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+"""Without these it starts nothing as root, nor more processes than there are cores; the last two are of 4 and of 5."""
 Array = np.ndarray[Any, Any]
 
 
@@ -380,13 +389,14 @@ def test_ranks_of_mpi() -> None:
 
 def run_program(kind: str, *more: str, before: tuple[str, ...] = ()) -> None:
     seed = str(np.random.default_rng().integers(10**6))
-    command = [*before, sys.executable, str(PROGRAMS), kind, seed, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [*before, sys.executable, "-X", "faulthandler", str(PROGRAMS), kind, seed, *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | OPEN_MPI)
     assert done.returncode == 0, f"seed {seed}:\n{done.stdout}{done.stderr}"
     assert "all right" in done.stdout
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_ranks_on_one_gpu(dtype: str, rng: np.random.Generator) -> None:
     """Kernels that leave states and wide gradients, against one call."""
@@ -537,6 +547,23 @@ def test_states_of_every_library(library: str, rng: np.random.Generator) -> None
     for x, y in zip(found, rows, strict=True):
         assert type(x) is type(q_t)
         np.testing.assert_allclose(np.asarray(x), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "jax.numpy"])
+def test_parts_are_written_and_added_to(name: str, rng: np.random.Generator) -> None:
+    """The forms of an index that strategies use, and numbers, as NumPy has it."""
+    pytest.importorskip(name)
+    library = library_named(name.partition(".")[0])
+    shape = (2, 3, 6, 5)
+    for index in ((..., 3), (...,), (1, slice(None), slice(2, 5)), (slice(None), slice(None), slice(0, 6)), (0, ...)):
+        wanted, made = rng.random(shape).astype("f4"), rng.random(shape).astype("f4")[index]
+        out = library.made(wanted.copy(), library.xp.zeros(0))
+        wanted[index] = made
+        out = library.put(out, index, library.made(made, out))
+        wanted[index] += made
+        np.testing.assert_array_equal(library.add(out, index, library.made(made, out)), wanted)
+        wanted[index] = -2.5
+        np.testing.assert_array_equal(library.put(out, index, -2.5), wanted)
 
 
 def test_planted_faults_are_seen(rng: np.random.Generator) -> None:

@@ -15,7 +15,7 @@ import pytest
 from streamkl_cupy import indexer_kl_plan, patterns
 from streamkl_cupy.cli import catalogue
 from streamkl_cupy.errors import DriverError
-from streamkl_cupy.kernels import KERNELS, combine, gpus
+from streamkl_cupy.kernels import KERNELS, combine, gpus, shares
 from streamkl_cupy.kernels.base import Work
 from streamkl_cupy.kernels.shares import CACHED, steps_of
 from streamkl_cupy.kernels.work_tiles import survey
@@ -268,6 +268,11 @@ def test_a_tile_with_all_keys_needs_no_sums_of_the_queries_gradient(deterministi
         assert [len(fused.kernels) == 3 for fused in packed.fused] == [finishes] * 2
     # Few heads: twice the blocks count for more.
     assert [fused.main.tile.rows for fused in plan(M=197, N=197, heads=8).fused] == [128, 128]
+    # Registers hold no more of a gradient of 192 columns than that it is added to sums.
+    assert {f.side: f.main.tile.direct for f in plan(M=197, N=128, dims=(192, 128), heads=150).fused} == {
+        "teacher": False,
+        "student": True,
+    }
 
 
 @pytest.mark.parametrize("kind", ["forward", "gradient", "attention", "attention_gradient"])
@@ -436,13 +441,31 @@ def test_what_is_not_packed() -> None:
 
 
 def test_heads_side_by_side_are_groups_of_one_size() -> None:
-    # Five heads of causal D = 64 would fit the budget, and leave three.
+    # Five heads of causal D = 64 would fit the budget, and leave three; of eleven, three would be a group of their own.
     causal = MaskSpec(("causal",), (("q_offset", 0),))
-    for heads, size in ((8, 4), (7, 4), (11, 4), (4, 4), (1, 1)):
+    for heads, size in ((8, 4), (7, 4), (11, 11), (4, 4), (1, 1)):
         (teacher, student) = plan(heads=heads, mask=causal).fused
         assert [teacher.main.schedule.head_group, student.main.schedule.head_group] == [size, size]
+    # Of key heads, whose tiles are what blocks take: by tens the last two of 32 would start when the others end.
+    for batch, size in ((4, 8), (3, 12), (5, 10), (64, 10)):
+        (_, student) = plan(batch=batch, heads=32, key_heads=8, M=2048, N=2048, dims=(128, 128), mask=causal).fused
+        assert student.main.schedule.head_group == size
     for nothing in ({"heads": 0}, {"batch": 0}):
         assert plan(**nothing).forward.blocks == 0
+
+
+def test_groups_of_heads_leave_no_block_without_work() -> None:
+    tiles, blocks = 16, 132
+    for heads in (1, 2, 24, 32, 40, 77, 132):
+        size = shares.side_by_side(tiles, heads, 8, blocks)
+        ends = [0] * blocks
+        for first in range(0, heads, size):
+            for length in range(tiles, 0, -1):
+                for _ in range(min(size, heads - first)):
+                    ends[ends.index(min(ends))] += length
+        # Whatever the groups are, nobody ends before the longest tile or the mean.
+        assert max(ends) <= 1.08 * max(heads * tiles * (tiles + 1) / 2 / blocks, tiles) + tiles / 4
+    assert shares.side_by_side(tiles, 10_000, 7, blocks) == 7
 
 
 def test_one_mask_with_holes_leaves_registers_for_one_pass() -> None:
@@ -585,7 +608,7 @@ def test_nothing_runs_where_there_is_nothing_to_write() -> None:
 @pytest.mark.parametrize("types", list(itertools.product(("bfloat16", "float16", "float32"), repeat=2)), ids="/".join)
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_kernels_are_told_what_their_numbers_are(types: tuple[str, str], precision: str) -> None:
-    p = plan("sm_80", dims=(64, 128), dtypes=types, precision=precision, M=133, heads=1, N=400_000)
+    p = plan("sm_80", dims=(64, 128), dtypes=types, settings=(("precision", precision),), M=133, heads=1, N=400_000)
     assert p.combine is not None
     assert (p.combine.blocks - 1) * p.combine.threads < 133 <= p.combine.blocks * p.combine.threads
     single = "float32" in types

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from collections.abc import Iterator
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -42,13 +43,14 @@ def name_of(path: Path) -> str:
 
 def words_of(text: str) -> set[str]:
     """Whole words and the parts of snake_case and CamelCase ones, in lower case."""
-    return {part.lower() for word in re.findall(r"\w+", text) for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", word)}
+    words = re.findall(r"\w+", text)
+    return {part.lower() for word in words for part in (word, *re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", word))}
 
 
 def test_the_search_finds_a_planted_name(tmp_path: Path) -> None:
     planted = tmp_path / "planted.cu"
-    planted.write_text("// window, in a comment\nfor (;;) if (isCausalRow(x)) y = q_sliding[0];\n")
-    assert {"causal", "sliding"} <= words_of(code_of(planted))
+    planted.write_text("// window, in a comment\nfor (;;) if (isCausalRow(x)) y = q_sliding[reverse_kl];\n")
+    assert {"causal", "sliding", "reverse_kl"} <= words_of(code_of(planted))
     assert "window" not in words_of(code_of(planted))
 
 
@@ -88,8 +90,11 @@ def test_no_source_needs_a_toolkit_header() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MASKS))
-def test_mask_has_its_header(name: str) -> None:
+def test_a_part_of_a_mask_is_a_pair_of_files(name: str) -> None:
+    assert MASKS[name].name == name
+    assert MASKS[name].header == f"masks/{name}.cuh"
     assert (ROOT / MASKS[name].header).is_file()
+    assert (PACKAGE / f"rules/masks/{name}.py").is_file()
 
 
 def test_only_the_last_part_may_have_lists() -> None:
@@ -236,6 +241,55 @@ def test_rooms_are_on_floors() -> None:
         rooms.setdefault(room, set()).update({other.partition(".")[0] for other in imported} - {room})
     assert rooms["launch"] >= {"kernels", "compiler"}, "the search is broken"
     demand_one_way(rooms, "rooms")
+
+
+def device_functions(text: str) -> Iterator[tuple[str, int]]:
+    """Where each function of a CUDA text begins, in words, and how many lines it has."""
+    for found in re.finditer(r"__device__|__global__", text):
+        depth, i = 0, found.end()
+        while i < len(text) and (depth or text[i] not in ";{"):
+            depth += {"(": 1, ")": -1}.get(text[i], 0)
+            i += 1
+        if text[i : i + 1] != "{":
+            continue
+        head, level, end = text[found.start() : i], 0, i
+        while end < len(text):
+            level += {"{": 1, "}": -1}.get(text[end], 0)
+            if not level:
+                break
+            end += 1
+        yield " ".join(head.split()), text.count("\n", found.start(), end) + 1
+
+
+def test_device_functions_fit_on_some_screens() -> None:
+    planted = "__device__ int f(int a) {\n" + "  a++;\n" * 200 + "}\n__device__ void g();\n"
+    assert [lines for _, lines in device_functions(planted)] == [202]
+    found = [(name_of(path), *x) for path in sources(".") for x in device_functions(code_of(path))]
+    assert len(found) > 400, "the search is broken"
+    assert [(name, head) for name, head, lines in found if lines > 150] == []
+
+
+def test_lines_of_cuda_sources_fit() -> None:
+    """The formatter leaves comments alone."""
+    lines = [(path, i, x) for path in sources(".") for i, x in enumerate(path.read_text("utf-8").split("\n"), start=1)]
+    assert [f"{name_of(path)}:{i}" for path, i, x in lines if len(x) > 120] == []
+
+
+# Doors, whose parameters are for people; a peer in Triton says why.
+MANY_PARAMETERS = ("api", "attention", "targets", "torch", "jax", "indexer/api", "parallel/api", "patterns/families")
+
+
+def test_internal_functions_have_few_parameters() -> None:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).with_suffix("").as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and name != "cli/triton_indexer":
+                given = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                count = len(given) - (given[:1] in (["self"], ["cls"]))
+                public = name in MANY_PARAMETERS and not node.name.startswith("_")
+                found += [f"{name}.{node.name}: {count}"] if count > 8 and not public else []
+    assert found == []
 
 
 def test_the_top_level_fits_on_a_screen() -> None:

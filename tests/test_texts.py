@@ -112,20 +112,30 @@ def errors(text: str) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_what_plans_promise_is_what_kernels_assert(arch: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("op", ["attention_kl", "sparse_attention", "indexer_kl"])
+def test_what_plans_promise_is_what_kernels_assert(
+    arch: str, op: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each kernel and tile one by lot, with other rules each time; other architectures have one of these two."""
+    mask = str(rng.choice([*catalogue.MASK_CASES]))
     rules: dict[str, Any] = {
-        "masks": ("none", str(rng.choice([*catalogue.MASK_CASES]))),
+        "masks": ("none", mask),
         "divergences": (str(rng.choice([*DIVERGENCES])),),
         "scores": (tuple(str(x) for x in rng.choice([*catalogue.SCORE_CASES], 2)),),
         "extents": [catalogue.EXTENTS[rng.integers(len(catalogue.EXTENTS))]],
     }
-    dims = [catalogue.DIMS[i] for i in rng.choice(len(catalogue.DIMS), 5, replace=False)]
-    # The widest have keys of the other side in pieces.
-    listed = catalogue.entries(arch, {*dims, max(catalogue.DIMS)}, **rules)[0]
-    dims = [catalogue.ATTENTION_DIMS[i] for i in rng.choice(len(catalogue.ATTENTION_DIMS), 3, replace=False)]
-    listed += catalogue.attention_entries(arch, dims, masks=("blocks", *rules["masks"][1:]), scores=("dot",))
-    listed += catalogue.indexer_entries(arch)[0]
+    if op == "attention_kl":
+        dims = [catalogue.DIMS[i] for i in rng.choice(len(catalogue.DIMS), 5, replace=False)]
+        # The widest have keys of the other side in pieces.
+        listed = catalogue.entries(arch, {*dims, max(catalogue.DIMS)}, **rules)[0]
+    elif op == "sparse_attention":
+        dims = [catalogue.ATTENTION_DIMS[i] for i in rng.choice(len(catalogue.ATTENTION_DIMS), 3, replace=False)]
+        listed = catalogue.attention_entries(arch, dims, masks=("blocks", mask), scores=("dot",))
+    else:
+        listed = catalogue.indexer_entries(arch)[0]
+        # A teacher with several key heads has kernels of its own.
+        monkeypatch.setitem(catalogue._INDEXER_EXTENTS, "K", 4)
+        listed += catalogue.indexer_entries(arch, [(128, 128), (192, 128)], catalogue.ELEMENT_TYPES[:1])[0]
     chosen: dict[object, catalogue.Entry] = {}
     for i in rng.permutation(len(listed)):
         kernel = listed[i].kernel

@@ -14,6 +14,8 @@ from conftest import check_looked_up
 
 import streamkl_cupy
 from streamkl_cupy import call, frameworks, patterns
+from streamkl_cupy.call import SavedArrays
+from streamkl_cupy.frameworks.base import known
 from streamkl_cupy.options import NO_MASKS, Options
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.testing import reference
@@ -785,23 +787,38 @@ def test_a_call_like_one_before_is_looked_up() -> None:
 def test_what_is_looked_up_is_what_reading_would_say(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls like one before every address, shape and stride, which is what a kernel gets; and they are looked up,
     those too in which a tensor stands twice."""
-    recalled, found, kept = call._recalled, [], []
+    recalled, after, found, later, kept = call._recalled, autodiff._after, [], [], []
 
     def alone(views: Any) -> list[Any]:
         inputs, masks, saved = views
         return [x and (*x[:6], x.ptr) for x in (*inputs, *(masks or {}).values(), *(saved or ()))]
 
+    def as_read(ready: Any, made: Any, rows: Any) -> None:
+        read = made._read(rows)
+        assert alone(ready.views) == alone(read.views)
+        assert ready.checked is read.checked
+
     def compared(framework: Any, made: Any, rows: Any) -> Any:
         ready = recalled(framework, made, rows)
         if ready is not None:
-            read = made._read(rows)
-            assert alone(ready.views) == alone(read.views)
-            assert ready.checked is read.checked
+            as_read(ready, made, rows)
             found.append((made.op.name, rows is not None))
         return ready
 
+    def compared_after(look: Any, of: Any, options: Any, arrays: Any, rows: Any) -> Any:
+        count = len(found)
+        ready = after(look, of, options, arrays, rows)
+        if look is not None:
+            operands, masks = arrays[: of.at_masks], arrays[of.at_masks :]
+            as_read(ready, call.Call(of.op, operands, options, masks or NO_MASKS), SavedArrays(rows, True, True))
+            if len(found) == count:
+                later.append(of.op.name)
+        return ready
+
+    known("torch")  # of a framework that nobody has met nothing is remembered
     monkeypatch.setattr(call, "_recalled", compared)
-    for i in range(3):
+    monkeypatch.setattr(autodiff, "_after", compared_after)
+    for i in range(4):
         tq, tk, sq, sk = operands(device, seed=i, M=16, N=16)
         sq, sk = sq.requires_grad_(), sk.requires_grad_()
         mask = torch.arange(32, device=device).reshape(2, 16) % (i + 2) > 0
@@ -816,7 +833,8 @@ def test_what_is_looked_up_is_what_reading_would_say(device: str, monkeypatch: p
         streamkl_cupy.attention_kl_backward(rows.kl + 1, tq, tk, sq.detach(), sk.detach(), saved=rows)
     names = ("attention_kl", "sparse_attention", "attention_kl_to", "indexer_kl")
     assert {*found} == {(name, back) for name in names for back in (False, True)}
-    assert found.count(("attention_kl", True)) == 4, "of autograd and explicit ones, each twice"
+    assert found.count(("attention_kl", True)) == 4, "of autograd once, of explicit ones thrice"
+    assert {*later} == {"attention_kl", "attention_kl_to"}, "backwards that a forward's look knows"
 
 
 def test_subclasses_of_parameters_keep_their_gradient(device: str) -> None:

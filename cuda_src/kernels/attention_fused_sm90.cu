@@ -13,7 +13,8 @@
 //   work tile two halves of 64 keys and values each, resident in shared memory: beside a pattern two units of 64 keys
 //             whose lists are like one another, wherever they lie (kernels/gathered.py), else neighbours
 //   producer  one warp; streams tiles of kColumns queries and rows of G through a ring of kStages stages, and their
-//             statistics; between those of two work tiles goes a stage that says so, and what comes
+//             statistics; between those of two work tiles goes a stage that says so, and what comes: the producer
+//             looks that up while the others are still busy
 //   consumers two warpgroups, one for each half: S^T and dP^T in registers, where they become P^T and X^T, operands A of
 //             dV; X^T goes through shared memory, as operand A of dK, and transposed of dQ. That product is of both
 //             halves, and the warpgroups take it in turns, a tile later than all others: nobody waits for the other's
@@ -22,7 +23,8 @@
 //   barrier   arrivals                         waited for by
 //   keys      1 (+ bytes)                      consumers, once for each work tile
 //   free      one per consumer warp            the producer: keys and values may be overwritten
-//   full[i]   1 (+ bytes) by the producer      consumers: stage i has arrived
+//   full[i]   one for the producer's warp      consumers: stage i has arrived
+//             (+ bytes)
 //   empty[i]  one per consumer warp            the producer: stage i may be overwritten
 //   made[i]   one per consumer warp            whose turn dQ is: X^T of both halves is in buffer i
 //   taken[i]  one per warp of whose turn it is consumers: buffer i may be overwritten
@@ -100,7 +102,7 @@ struct Layout {
     // One thread, before anybody uses a barrier.
     __device__ void init() const {
         for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(full(i), 1);
+            mbarrier_init(full(i), kArrivals);
             mbarrier_init(empty(i), kWarps * kArrivals);
         }
         for (int i = 0; i < kExchanges; ++i) {
@@ -118,6 +120,8 @@ struct Halves {
     Block block;
     Segment segment;
     int first[kGroups];
+
+    // As the producer finds them, and as the others read what it has put.
     __device__ Halves(const HopperAttentionFusedArgs& all, int index) {
         const Extents& n = all.base.n;
         const int key_heads = n.heads / n.group;
@@ -129,6 +133,10 @@ struct Halves {
                 all.units)[static_cast<i64>(all.units_alike ? 0 : block.head) * n.tiles + block.tile];
         first[0] = 64 * unit.x;
         first[1] = 64 * unit.y;
+    }
+    __device__ Halves(const Extents& n, u32 put)
+        : Halves(*reinterpret_cast<const Halves*>(__cvta_shared_to_generic(put))) {
+        if constexpr (!Mask::kRagged) segment = {n.queries, n.keys, 0, 0, 0, 0};
     }
     __device__ Range half(int i) const {
         const int begin = i == 0 ? first[0] : first[1];
@@ -297,7 +305,7 @@ struct Producer {
         for (u32 index = blockIdx.x; index < works; index = take()) {
             const Halves halves(all, index);
             if (Mask::kRagged && halves.block.tile * kRows >= halves.segment.keys) continue;
-            tell({kWork, static_cast<int>(index), keys.parity});
+            tell({kWork, static_cast<int>(index), keys.parity}, &halves);
             stream(halves);
         }
         tell({kNoMore, 0, 0});
@@ -310,14 +318,17 @@ private:
         if (lane == 0) before = atomicAdd(taken(all), 1u);
         return gridDim.x + __shfl_sync(~0u, before, 0);
     }
-    // A stage without queries.
-    __device__ void tell(const Step& step) {
+    // A stage without queries. In place of their statistics it has what comes.
+    __device__ void tell(const Step& step, const Halves* halves = nullptr) {
+        static_assert(sizeof(Halves) <= kVectorBytes - sizeof(Step), "a stage has room for the halves of a work tile");
         warp_wait(lay.empty(at.slot), at.parity ^ 1);
         if (lane == 0) {
+            if (halves) *reinterpret_cast<Halves*>(__cvta_shared_to_generic(lay.vectors(at.slot))) = *halves;
             put_step(lay.step(at.slot), step);
             mbarrier_expect(lay.full(at.slot), 0);
         }
         __syncwarp();
+        others_arrive(lay.full(at.slot));
         at.advance();
     }
     // When the last work tile's are done with.
@@ -367,6 +378,7 @@ private:
                 }
                 if (lane == 0) put_step(lay.step(at.slot), {walk.tile(), entries + walk.tile(), walk.here.bits});
                 __syncwarp();
+                others_arrive(lay.full(at.slot));
                 if (lane == 0) {
                     const u32 here = lay.full(at.slot);
                     const int from = segment.first_query + walk.row();
@@ -462,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     for (;;) {
         const Step work = next_step();
         if (work.tile == kNoMore) break;
-        const Halves halves(all, work.entry);
+        const Halves halves(n, lay.vectors(at.slot));
         barrier_sync(kWarpgroup + group, 128);  // all have read what is written now
         if (threadIdx.x % 128 == 0) {
             shared_int(lay.work(group)) = work.entry;
@@ -585,10 +597,12 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     }
 }
 
+// The first entries last, and the last ones first behind the pass: these are in the L2 cache then.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     streamkl_attention_fused_prepare(const __grid_constant__ HopperAttentionFusedArgs all) {
+    const int index = gridDim.x - 1 - blockIdx.x;
     float4* const sums =
-        reinterpret_cast<float4*>(all.workspace) + static_cast<i64>(blockIdx.x) * (AttentionSums::kSums / 4);
+        reinterpret_cast<float4*>(all.workspace) + static_cast<i64>(index) * (AttentionSums::kSums / 4);
     for (int i = threadIdx.x; i < AttentionSums::kSums / 4; i += kHelperThreads)
         sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (blockIdx.x > 0 || threadIdx.x > 0) return;
@@ -601,12 +615,12 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     streamkl_attention_fused_finish(const __grid_constant__ HopperAttentionFusedArgs all) {
     const AttentionGradientArgs& args = all.base;
-    const int tiles = head_entries(args.n), pair = blockIdx.x / tiles, batch = pair / args.n.heads,
-              head = pair % args.n.heads;
-    WorkTile tile{static_cast<int>(blockIdx.x) % tiles, 0, 1, 0, {0, kNoLimit}};
+    const int index = gridDim.x - 1 - blockIdx.x, tiles = head_entries(args.n), pair = index / tiles,
+              batch = pair / args.n.heads, head = pair % args.n.heads;
+    WorkTile tile{index % tiles, 0, 1, 0, {0, kNoLimit}};
     const Segment segment = Mask::locate<kColumns, true>(args.n, head, tile);
     const float* const sums =
-        reinterpret_cast<const float*>(all.workspace) + static_cast<i64>(blockIdx.x) * AttentionSums::kSums;
+        reinterpret_cast<const float*>(all.workspace) + static_cast<i64>(index) * AttentionSums::kSums;
     const RowVectors vectors(args, batch, head, segment);
     const float factor = Score::factor(args.out_scale) * power_of_two(-kWeightScale);
     constexpr int kParts = KeyTile::kHeadDim / 8;

@@ -12,7 +12,8 @@
 //
 //   barrier   arrivals                         waited for by
 //   rows      1 (+ bytes)                      consumers, once
-//   full[i]   1 (+ bytes) by the producer      consumers: stage i has arrived
+//   full[i]   one for the producer's warp      consumers: stage i has arrived
+//             (+ bytes)
 //   empty[i]  one per consumer warp            the producer: stage i may be overwritten
 //
 // G is a copy that attention_rows.cu has made. Streamed rows that none of the block's rows sees are cleared in tiles that
@@ -60,7 +61,7 @@ struct Layout {
     // One thread, before anybody uses a barrier.
     __device__ void init() const {
         for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(full(i), 1);
+            mbarrier_init(full(i), kVectors > 0 ? kArrivals : 1);
             mbarrier_init(empty(i), kWarps * kArrivals);
         }
         mbarrier_init(rows_here(), 1);
@@ -224,6 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
                 if constexpr (kVectors > 0) {
                     stats.put(lay.vectors(at.slot));
                     __syncwarp();
+                    others_arrive(lay.full(at.slot));
                 }
                 if (lane == 0) {
                     const int from = (kRowsAreQueries ? segment.first_key : segment.first_query) + first;

@@ -19,6 +19,11 @@ __device__ inline void warp_arrive(u32 barrier) {
     if (kArrivals > 1 || lane_id() == 0) mbarrier_arrive(barrier);
 }
 
+// Where the first lane arrives by itself, because it announces bytes too.
+__device__ inline void others_arrive(u32 barrier) {
+    if (kArrivals > 1 && lane_id() > 0) mbarrier_arrive(barrier);
+}
+
 // Where nothing else that is done by whole warps stands between a wait and what one lane does next: that could let the
 // barrier go on to its next phase, which a lane that is still waiting would take for the one before.
 __device__ inline void warp_wait(u32 barrier, u32 parity) {

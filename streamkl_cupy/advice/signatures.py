@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeVar
 
+from ..frameworks import compiling
 from ..ops import ATTENTION_KL, ATTENTION_KL_TO, INDEXER_KL, INDEXER_TARGET, SPARSE_ATTENTION, Op
 from ..options import SHARED, TABLES
 
@@ -242,10 +242,8 @@ def public(
             for option in options:
                 if option not in shared:
                     raise TypeError(f"{name}() got multiple values for argument {option!r}")
-            if outside_programs is not None:
-                compiler = getattr(sys.modules.get("torch"), "compiler", None)
-                if compiler is not None and compiler.is_compiling():
-                    return outside_programs(run, args, options, **alone)
+            if outside_programs is not None and compiling():
+                return outside_programs(run, args, options, **alone)
             return run(args, options, **alone)
 
         call.__signature__ = _Readable(  # type: ignore[attr-defined]

@@ -49,7 +49,7 @@ from torch.autograd import forward_ad
 from .. import frameworks, validate
 from ..arguments import a_kind_of
 from ..arrays import Results
-from ..call import Call, SavedArrays
+from ..call import Call, Look, Ready, SavedArrays
 from ..ops import Op
 from ..options import MASK_ARRAYS, NO_MASKS, OPTIONS, TABLES, further_results
 from ..rules import masks as rules
@@ -155,7 +155,8 @@ def plain(given: Sequence[Tensor | None]) -> bool:
 
 def traced() -> bool:
     """Whether this call is being written down, by torch.compile, torch.export or torch.jit.trace."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    # The second one is asked without the function around it, which scripts need.
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def _with_key(options: Any) -> Any:
@@ -570,6 +571,7 @@ def _lies_as_it_is(x: Any) -> bool:
     return not (_legacy_batched(x) or x.is_neg() or x._is_zerotensor())
 
 
+_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 _legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: True)
 
 
@@ -600,7 +602,7 @@ class _Step(torch.autograd.Function):
             found[0], share = reduction(rows, ready.checked.every_row_sees)
         ctx.set_materialize_grads(False)
         number = share if isinstance(share, float) else None
-        ctx.way = way, call.options, number, whole
+        ctx.way = way, call.options, number, whole, ready.look if whole else None
         ctx.save_for_backward(
             *saved,
             share if number is None else None,
@@ -614,7 +616,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        way, options, number, whole = ctx.way
+        way, options, number, whole, look = ctx.way
         of, indices = way.of, way.given
         needed = ctx.needs_input_grad
         wanted, nothing = needed[: of.at_masks], (None,) * len(needed)
@@ -624,13 +626,12 @@ class _Step(torch.autograd.Function):
         kept = ctx.saved_tensors
         at = 1 if whole else len(of.kept)
         share, arrays = kept[at] if number is None else number, kept[at + 1 :]
-        operands, masks = arrays[: of.at_masks], arrays[of.at_masks :] or NO_MASKS
         direct = not torch.is_grad_enabled() and unwatched((*given, *kept))
         if whole:
             like = kept[0]
             grad = given[0] if share is None else given[0] * share
             if direct and _lies_as_it_is(grad):
-                ready = Call(of.op, operands, options, masks).ready(SavedArrays((grad, like), True, True))
+                ready = _after(look, of, options, arrays, (grad, like))
                 return (*ready.backward(_names(of.op, wanted)), *nothing[of.at_masks :])
             results = like.unbind(0)
             like = results[0]
@@ -642,6 +643,7 @@ class _Step(torch.autograd.Function):
             if share is not None:
                 rows[of.reduced] = rows[of.reduced] * share
             like = kept[of.like_rows]
+        operands, masks = arrays[: of.at_masks], arrays[of.at_masks :] or NO_MASKS
         if direct and _as_they_lie(rows, of):
             ready = Call(of.op, operands, options, masks).ready(SavedArrays(tuple(rows), alike=True))
             return (*ready.backward(_names(of.op, wanted)), *nothing[of.at_masks :])
@@ -650,6 +652,25 @@ class _Step(torch.autograd.Function):
             rows[of.reduced] = rows[of.reduced].to(like.dtype).expand(like.shape)
         found = _Once.apply(*rows, list(wanted), *operands, *masks, options, None, of.op.name)  # type: ignore[no-untyped-call]
         return (*(g if w else None for g, w in zip(found, wanted)), *nothing[of.at_masks :])
+
+
+def _after(look: Look | None, of: _Operators, options: Any, arrays: Sequence[Any], rows: tuple[Any, Any]) -> Ready:
+    """The backward of a forward that looked so, from its operands and masks, the derivative of the value and all rows.
+    The forward's look knows that of such backwards, of which no more than the arrays is looked at then."""
+    # What torch has been asked for in the meantime is not the forward's.
+    deterministic = options.deterministic is None and _deterministic()
+    if look is not None and (known := look.later.get(deterministic)) is not None:
+        given: tuple[Any, ...] = (*arrays, *rows)
+        if of.op.optional or len(arrays) > of.at_masks:
+            given = tuple([x for x in given if x is not None])
+        ready = known.ready(given)
+        if ready is not None:
+            return ready
+    operands, masks = tuple(arrays[: of.at_masks]), tuple(arrays[of.at_masks :]) or NO_MASKS
+    ready = Call(of.op, operands, options, masks).ready(SavedArrays(rows, True, True))
+    if look is not None and ready.look is not None:
+        look.later[deterministic] = ready.look
+    return ready
 
 
 # What `apply` does besides is for transforms and for signatures, of which there are none here.

@@ -59,7 +59,7 @@ MATMUL = 8192
 
 
 @dataclass
-class Row(timings.Row):
+class Row(timings.Timed):
     """One line of the CSV."""
 
     pass_: str
@@ -74,12 +74,6 @@ class Row(timings.Row):
     student_dim: int | None = None
     dtype: str = ""
     causal: bool | None = None
-    status: str = "ok"
-    note: str = ""
-    ms_p20: float | None = None
-    ms_median: float | None = None
-    ms_p80: float | None = None
-    samples: int | None = None
     tflops: float | None = None
     share_of_matmul: float | None = None
     input_bytes: int | None = None
@@ -312,11 +306,10 @@ def _variant(peer: Peer, case: Case, name: str, sets: Sequence[Any]) -> Variant:
 
 
 def _fill(row: Row, outcome: Outcome, flops: float) -> None:
+    row.timed(outcome)
     if outcome.error:
-        row.status, row.note = outcome.status, outcome.error
         return
     if outcome.timing is not None:
-        row.ms_p20, row.ms_median, row.ms_p80, row.samples = outcome.timing
         row.tflops = flops / outcome.timing.median / 1e9
     if outcome.memory is not None:
         row.peak_bytes, row.driver_bytes = outcome.memory
@@ -394,7 +387,7 @@ def host_rows(timer: Timer) -> list[Row]:
         ):
             timing = host_cost(call, timer)
             rows.append(Row("host", key, title, "cuda", note="per call, the device keeping up"))
-            rows[-1].ms_p20, rows[-1].ms_median, rows[-1].ms_p80, rows[-1].samples = timing
+            rows[-1].took(timing)
     return rows
 
 

@@ -222,4 +222,5 @@ def line(row: dict[str, Any]) -> str:
     begin = f"{row['n']:>7} HI {row['index_heads']:<3} {row['peer']:>9} {row['pass']:<14}"
     if row["ms"] is None:
         return f"{begin} {row['status']}"
-    return f"{begin}{row['ms']:>10.3f} ms   {row['times_ours']:.2f} times ours"
+    times = "" if row["times_ours"] is None else f"   {row['times_ours']:.2f} times ours"
+    return f"{begin}{row['ms']:>10.3f} ms{times}"

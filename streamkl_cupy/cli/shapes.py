@@ -65,7 +65,8 @@ BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
 OURS = ("forward", "backward", "deterministic backward", "step")
 FIELDS = (
     *Shape._fields,
-    *("dtype", "pass", "peer", "status", "note", "ms_p20", "ms_median", "ms_p80", "samples"),
+    *("dtype", "pass", "peer"),
+    *timings.TIMED,
     *("card", "driver", "package", "torch", "cupy", "date"),
 )
 PEERS = ("streamkl", "eager", "compile", *BACKENDS)
@@ -128,12 +129,9 @@ def of_shape(shape: Shape, peers: Sequence[str], timer: DeviceTimer, options: ar
         )
     rows = []
     for (name, peer, _), outcome in zip(named, outcomes):
-        row = {**shape._asdict(), "dtype": "bfloat16", "pass": name, "peer": peer, "status": "ok", "note": ""}
-        if outcome.error:
-            row["status"], row["note"] = outcome.status, outcome.error
-        elif outcome.timing is not None:
-            row["ms_p20"], row["ms_median"], row["ms_p80"], row["samples"] = outcome.timing
-        rows.append(row)
+        timed = timings.Timed()
+        timed.timed(outcome)
+        rows.append(_row(shape, name, peer, timed))
     return rows
 
 
@@ -220,10 +218,14 @@ def host_rows(timer: Timer) -> list[Row]:
     rows = []
     for peer, call in (("streamkl", ours(TINY, "step")), ("attention", attention(TINY, "flash", False))):
         timing = host_cost(call, timer)
-        row = {**TINY._asdict(), "dtype": "bfloat16", "pass": "host", "peer": peer, "status": "ok", "note": ""}
-        row["ms_p20"], row["ms_median"], row["ms_p80"], row["samples"] = timing
-        rows.append(row)
+        timed = timings.Timed()
+        timed.took(timing)
+        rows.append(_row(TINY, "host", peer, timed))
     return rows
+
+
+def _row(shape: Shape, name: str, peer: str, timed: timings.Timed) -> Row:
+    return {**shape._asdict(), "dtype": "bfloat16", "pass": name, "peer": peer, **timed.as_dict()}
 
 
 def fastest(rows: Sequence[Row]) -> Row | None:

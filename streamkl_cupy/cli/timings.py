@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..testing.timing import Outcome, Timing
 from . import report
 
 
@@ -19,8 +20,38 @@ class Row:
         return {key.rstrip("_"): value for key, value in asdict(self).items()}  # type: ignore[call-overload]
 
 
+@dataclass(kw_only=True)
+class Timed(Row):
+    """What a measurement came to. Lines add what was measured, and what follows from its time."""
+
+    status: str = "ok"
+    note: str = ""
+    ms_p20: float | None = None
+    ms_median: float | None = None
+    ms_p80: float | None = None
+    samples: int | None = None
+
+    def failed(self, error: Exception) -> None:
+        """Note why there is no time."""
+        self.status, self.note = "failed", brief(error)
+
+    def took(self, timing: Timing) -> None:
+        """Note the times."""
+        self.ms_p20, self.ms_median, self.ms_p80, self.samples = timing
+
+    def timed(self, outcome: Outcome) -> None:
+        """Note the times, or why there are none."""
+        if outcome.error:
+            self.status, self.note = outcome.status, outcome.error
+        elif outcome.timing is not None:
+            self.took(outcome.timing)
+
+
+TIMED = tuple(x.name for x in fields(Timed))
+
+
 @dataclass
-class CaseRow(Row):
+class CaseRow(Timed):
     """One pass of a case by one of those that are compared. Scripts add columns of their own."""
 
     group: str
@@ -34,23 +65,6 @@ class CaseRow(Row):
     rows: int
     dim: int
     dtype: str
-    status: str = "ok"
-    note: str = ""
-    ms_p20: float | None = None
-    ms_median: float | None = None
-    ms_p80: float | None = None
-    samples: int | None = None
-
-    def failed(self, error: Exception) -> None:
-        """Note why there is no time."""
-        self.status, self.note = "failed", brief(error)
-
-    def timed(self, outcome: Any) -> None:
-        """Note what a measurement came to."""
-        if outcome.error:
-            self.status, self.note = outcome.status, outcome.error
-        elif outcome.timing is not None:
-            self.ms_p20, self.ms_median, self.ms_p80, self.samples = outcome.timing
 
 
 STAMP = ("card", "driver", "streamkl_cupy", "torch", "cupy", "date")
@@ -58,9 +72,9 @@ STAMP = ("card", "driver", "streamkl_cupy", "torch", "cupy", "date")
 
 
 def columns(kind: type, *first: str, stamp: Sequence[str] = STAMP) -> tuple[str, ...]:
-    """Of rows of a kind, some of them first."""
+    """Of rows of a kind, some of them first, and times behind what was measured."""
     names = [x.name.rstrip("_") for x in fields(kind)]
-    return (*first, *(name for name in names if name not in first), *stamp)
+    return (*first, *(name for name in names if name not in (*first, *TIMED)), *TIMED, *stamp)
 
 
 def write(

@@ -4,6 +4,9 @@ Teacher's heads are added up inside a tile, since their log-sum-exps are known, 
 makes the gradients of logits once, a strip of rows at a time, and multiplies by them for queries and for keys. Causal,
 as many keys as rows, 16-bit elements, compact arrays: (B, heads, rows, columns), index keys (B, rows, columns), weights
 and log-sum-exps (B, heads, rows) in float32. Tiles are chosen by Triton, which times them at the first call.
+
+Kernels have more parameters than functions here have otherwise: Triton knows no structs. `forward` and `backward` have
+those of any module that joins the bench.
 """
 
 from __future__ import annotations

@@ -12,18 +12,14 @@ import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
-_forks = 0
-"""How many forks lie between this process and the one that imported the package."""
-
-
-def generation() -> int:
-    """A number that differs between a process and everything forked from it, or that it was forked from."""
-    return _forks
+forks = 0
+"""How many forks lie between this process and the one that imported the package: a number that differs between a
+process and everything forked from it, or that it was forked from."""
 
 
 def _count() -> None:
-    global _forks
-    _forks += 1
+    global forks
+    forks += 1
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
@@ -44,4 +40,4 @@ class ForkLock:
 
     def __call__(self) -> AbstractContextManager[Any]:
         # setdefault is one operation, so threads that come at the same time get the same lock.
-        return self._locks.get(_forks) or self._locks.setdefault(_forks, threading.RLock())
+        return self._locks.get(forks) or self._locks.setdefault(forks, threading.RLock())

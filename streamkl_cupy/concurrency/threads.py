@@ -26,7 +26,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ..errors import StreamKLError
-from .locks import ForkLock, generation
+from . import locks
+from .locks import ForkLock
 
 try:
     import threadpoolctl
@@ -273,7 +274,7 @@ class Team(Generic[T]):
         self._stopped = False
         self._error: BaseException | None = None
         self._gate = _gate
-        self._generation = generation()
+        self._generation = locks.forks
 
     def run(self, work: Callable[[Team[T]], None]) -> None:
         """Call `work` in every thread, and raise what any of them raises.
@@ -370,7 +371,7 @@ class Team(Generic[T]):
         self.tell()
 
     def _check_forked(self) -> None:
-        if self._generation != generation():
+        if self._generation != locks.forks:
             raise StreamKLError(
                 "this process was forked in the middle of a call, by a signal handler or a finalizer, and the threads "
                 "that shared its work exist in the parent only; in such a child, leave with os._exit or an exec"

@@ -63,8 +63,18 @@ def describe(name: str, x: Any) -> ArrayView:
 
 
 def is_torchs(x: Any) -> bool:
-    """Whether torch's door is the one for it: by ancestors' names, which torch.compile can trace."""
-    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(x).__mro__)
+    """Whether torch's door is the one for it: by names of modules, which torch.compile can trace, and of all ancestors,
+    since subclasses of tensors and parameters live in modules of their own."""
+    for kind in type(x).__mro__:  # noqa: SIM110  # a generator would be one more function in every call
+        if kind.__module__.partition(".")[0] == "torch":
+            return True
+    return False
+
+
+def compiling() -> bool:
+    """Whether torch is making a program of what runs; torch.compile can trace it."""
+    compiler = getattr(sys.modules.get("torch"), "compiler", None)
+    return compiler is not None and bool(compiler.is_compiling())
 
 
 def framework_of(name: str, x: Any) -> str:

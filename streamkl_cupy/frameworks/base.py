@@ -60,9 +60,13 @@ class Framework:
 
     def addresses(self, arrays: Sequence[Any]) -> list[int]:
         """Of arrays that are `alike` some that have been read."""
-        return [self.address(x) for x in arrays]
+        return list(map(self.address, arrays))
 
     # Where results are made. `like` is an array of the call.
+
+    def computes(self, device: Device) -> Framework:
+        """What makes results beside arrays of a device, and computes on them."""
+        return self
 
     def allocate(self, like: ArrayView, shape: tuple[int, ...], dtype: str) -> Any:
         """A compact array on `like`'s device, ordered on the current stream."""

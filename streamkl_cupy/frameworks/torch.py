@@ -38,8 +38,11 @@ class Torch(Framework):
         self.empty_on_current_gpu = getattr(fast, "_empty_strided_cuda", None)
         self.current_gpu = getattr(torch._C, "_cuda_getDevice", lambda: None)
         self.dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
-        # Asked in every call; the public function is a wrapper around this one.
-        self.switch = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+        # Asked in every call, so functions of torch's own stand for methods. This one is true with warn_only too, which
+        # is for operators that have no such way; the public function is a wrapper around it.
+        switch = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+        self.deterministic = switch  # type: ignore[method-assign]
+        self.address = torch.Tensor.data_ptr  # type: ignore[method-assign]
 
     def read(self, name: str, x: Any, mask: bool = False) -> ArrayView:
         try:
@@ -79,9 +82,6 @@ class Torch(Framework):
 
     def _looks(self, arrays: Sequence[Any]) -> list[tuple[Any, ...]]:
         return [(type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in arrays]
-
-    def addresses(self, arrays: Sequence[Any]) -> list[int]:
-        return [x.data_ptr() for x in arrays]
 
     def types(self) -> tuple[type, ...]:
         return (self.torch.Tensor, self.torch.nn.Parameter)
@@ -133,9 +133,6 @@ class Torch(Framework):
             return self.torch.empty(shape, dtype=kind, device=found)
         return make(shape, compact(shape, 0)[0], kind)
 
-    def address(self, x: Any) -> int:
-        return int(x.data_ptr())
-
     def allocate_planes(self, like: ArrayView, count: int, shape: tuple[int, ...], dtype: str) -> tuple[int, Any]:
         whole, part = self.allocate(like, (count, *shape), dtype), self.part
         # To autograd these are tensors of their own: one that is changed in place leaves the others as they are.
@@ -148,10 +145,6 @@ class Torch(Framework):
         if self.raw_stream is not None:
             return int(self.raw_stream(device.index))
         return int(self.torch.cuda.current_stream(device.index).cuda_stream)
-
-    def deterministic(self) -> bool:
-        # With warn_only too: that is for operators which have no such way.
-        return bool(self.switch())
 
     def namespace(self, device: Device) -> Any:
         return self.torch

@@ -89,6 +89,7 @@ _TEXT = {
 
 
 _documented = documented_by(_TEXT)
+_LSE_AT = INDEXER_KL.names.index("teacher_lse")
 
 
 def _door(framework: str) -> Any:
@@ -110,12 +111,12 @@ def _loss(placed: tuple[Any, ...], given: dict[str, Any], **own: Any) -> Any:
     if (door := _door(frameworks.framework_of(INDEXER_KL.like, like))) is not None:
         return door.loss(call, asked)
     ready = call.ready()
-    view = _like(ready)
+    view = ready.like
     weight = _weight(asked.row_weight, ready)
     if view.framework not in frameworks.OWN:
         named = [*zip(call.op.names, call.operands), ("row_weight", asked.row_weight)]
         FRAMEWORKS[view.framework].check_no_gradient_wanted([(n, x) for n, x in named if x is not None])
-    value = _reduced(ready, tuple(ready.forward()), asked._replace(row_weight=weight))
+    value = _reduced(call, ready, asked._replace(row_weight=weight))
     return frameworks.given_back(view, like, value)
 
 
@@ -126,32 +127,29 @@ def _check_loss(asked: IndexLoss) -> None:
         raise TypeError(f"return_stats={asked.return_stats!r} is {a_kind_of(asked.return_stats)}; allowed are booleans")
 
 
-def _like(ready: Ready) -> Any:
-    """The view whose framework, device and stream are the call's."""
-    return ready.inputs[ready.checked.at]
-
-
 def _weight(weight: Any, ready: Ready) -> Any:
     if weight is None:
         return None
-    return validate.row_weight(weight, ready.checked.row_shape, _like(ready))
+    return validate.row_weight(weight, ready.checked.row_shape, ready.like)
 
 
-def _reduced(ready: Ready, rows: tuple[Any, ...], asked: IndexLoss) -> Any:
-    """Views of rows as they were asked for."""
-    view, lse = _like(ready), ready.inputs.teacher_lse
-    found = tuple(None if x is None else x.array for x in rows)
+def _reduced(call: Call, ready: Ready, asked: IndexLoss) -> Any:
+    """The rows of a forward as they were asked for."""
+    view, lse = ready.like, call.operands[_LSE_AT]
+    if lse is not None and view.framework not in frameworks.OWN:  # it is given back with all else
+        lse = ready.inputs.teacher_lse.array
+    found = tuple([x and x.array for x in ready.forward()])
     with frameworks.on_device(view):
-        return reduced(frameworks.namespace(view), found, None if lse is None else lse.array, asked)
+        return reduced(frameworks.namespace(view), found, lse, asked)
 
 
 def _forward(placed: tuple[Any, ...], given: dict[str, Any]) -> Any:
     call = call_of(INDEXER_KL, placed, given)
     ready = call.ready()
-    view = _like(ready)
+    view = ready.like
     if (door := _door(view.framework)) is not None:
         return door.forward(call)
-    stats = _reduced(ready, tuple(ready.forward()), IndexLoss(return_stats=True))
+    stats = _reduced(call, ready, IndexLoss(return_stats=True))
     return frameworks.given_back(view, call.operands[call.op.at], stats)
 
 
@@ -187,7 +185,7 @@ def _backward(
     read = (grad, index_lse, target_sum, lse if teacher_q is not None and given_lse is None else None)
     ready = call.ready(SavedArrays(read))
     ready.checked.backward_bytes(wrt)
-    view = _like(ready)
+    view = ready.like
     if (door := _door(view.framework)) is not None:
         return door.backward(call, read, wrt)
     return frameworks.given_back(view, call.operands[call.op.at], _gradients(ready.backward(wrt)))
@@ -226,7 +224,7 @@ def _value_and_grad(
         )
     ready = call.ready()
     ready.checked.backward_bytes(wrt)
-    view, like = _like(ready), call.operands[call.op.at]
+    view, like = ready.like, call.operands[call.op.at]
     weight = _weight(row_weight, ready)
     if weight is not None:
         weight = FRAMEWORKS[view.framework].detached(weight)
@@ -245,7 +243,7 @@ def _value_and_grad(
 def _target(placed: tuple[Any, ...], given: dict[str, Any]) -> Any:
     call = call_of(INDEXER_TARGET, placed, given)
     ready = call.ready()
-    view = _like(ready)
+    view = ready.like
     if (door := _door(view.framework)) is not None:
         return door.target(call)
     return frameworks.given_back(view, call.operands[call.op.at], ready.forward().target.array)

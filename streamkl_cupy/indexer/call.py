@@ -30,8 +30,7 @@ def split(op: Op, placed: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[tu
                     f"{name}={value} says where the diagonal of causal lies, but there is none; pass causal=True, or "
                     f"leave it out"
                 )
-    named = {**given, **dict(zip(op.names, placed))}
-    operands = tuple([named.get(name) for name in op.names])
+    operands = (*placed, *[given.get(name) for name in op.names[len(placed) :]])
     return operands, {name: x for name, x in given.items() if name not in op.operand}
 
 

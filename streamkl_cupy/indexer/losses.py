@@ -22,6 +22,13 @@ def inactive(xp: Any, target_sum: Any) -> Any:
     return xp.where(target_sum == 0, -xp.inf, xp.zeros_like(target_sum))
 
 
+def counted(xp: Any, target_sum: Any) -> Any:
+    """How many rows have mass, in their dtype: in one step where there is one, for steps are a part of what a small
+    call costs."""
+    norm = getattr(xp.linalg, "vector_norm", None)
+    return xp.sum(target_sum != 0, dtype=target_sum.dtype) if norm is None else norm(target_sum, ord=0)
+
+
 def reduced(xp: Any, rows: tuple[Any, ...], given_lse: Any, asked: IndexLoss) -> Any:
     """The results of a forward as they were asked for, with the teacher's log-sum-exps, made or given."""
     kl, index_lse, target_sum, made_lse = rows
@@ -31,6 +38,5 @@ def reduced(xp: Any, rows: tuple[Any, ...], given_lse: Any, asked: IndexLoss) ->
     value = kl if plain else reductions.reduce_rows(xp, kl, marks, asked.row_weight, asked.reduction)
     if not asked.return_stats:
         return value
-    # In as few steps as there can be: they are a part of what a small call costs.
-    count = xp.sum(target_sum != 0, dtype=kl.dtype) if plain else reductions.weight_sum(xp, kl, marks, asked.row_weight)
+    count = counted(xp, target_sum) if plain else reductions.weight_sum(xp, kl, marks, asked.row_weight)
     return IndexerForward(value, index_lse, target_sum, teacher_lse, count)

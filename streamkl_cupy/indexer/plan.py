@@ -240,7 +240,7 @@ class IndexerPlan:
     def list_tiles(self) -> int:
         """Row tiles that it has lists of at a time."""
         each = 4 * GRID * self.problem["B"] * (self.bit_groups * self.words + self.problem.groups * self.list_keys)
-        return min(max(LIST_BYTES // each, 1), self.cut.grid_tiles)
+        return min(max(LIST_BYTES // max(each, 1), 1), self.cut.grid_tiles)
 
     @cached_property
     def list_keys(self) -> int:
@@ -547,9 +547,14 @@ class Place(NamedTuple):
     bytes: int
 
 
-def places(sizes: dict[str, int], workspace: int) -> dict[str, Place]:
-    """Where regions lie in a workspace at an address, one after the other."""
-    starts = accumulate(sizes.values(), initial=-(-workspace // INDEXER_LINE) * INDEXER_LINE)
+def start_of(workspace: int) -> int:
+    """Where in a workspace at an address the first region lies."""
+    return -(-workspace // INDEXER_LINE) * INDEXER_LINE
+
+
+def places(sizes: dict[str, int], start: int) -> dict[str, Place]:
+    """Where regions lie from the first one on, one after the other."""
+    starts = accumulate(sizes.values(), initial=start_of(start))
     return {name: Place(at, size) for (name, size), at in zip(sizes.items(), starts)}
 
 

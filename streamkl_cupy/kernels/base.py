@@ -442,7 +442,7 @@ class Kernel(Candidate[Work, Row], Generic[Row]):
 
     def head_group(self, work: Work, least: int = 1) -> int:
         """How many heads run side by side: those whose streamed operands fit the L2 budget together."""
-        heads = max(1, work.problem.batch * work.problem.heads // work.heads_together)
+        heads = max(1, work.pairs)
         most = max(least, min(heads, self.l2_budget // max(self.streamed_bytes(work), 1)), 1)
         # Groups of one size: eight heads as five and three take 0.49 ms where four and four take 0.36 (causal, D = 64).
         return -(-heads // -(-heads // most))
@@ -517,7 +517,7 @@ class Kernel(Candidate[Work, Row], Generic[Row]):
             **{f"SKL_{name[0].upper()}_{x}": y for name, side in problem.sides.items() for x, y in _of_side(side)},
             **{f"SKL_{name.upper()}_DIM": x.dim for name, x in problem.multiplied.items()},
             # One text for both precisions where no float32 is involved.
-            "SKL_PLANES": PLANES[problem.precision if work.float32 else "highest"],
+            "SKL_PLANES": PLANES[problem.setting("precision", "highest") if work.float32 else "highest"],
             "SKL_ROWS": tile.rows,
             "SKL_COLUMNS": tile.columns,
             "SKL_WARPS": tile.warps,

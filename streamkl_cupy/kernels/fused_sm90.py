@@ -23,8 +23,10 @@ from dataclasses import dataclass, replace
 from ..rules.masks import Part, parts_of
 from .base import MAX_GRID, Box, KernelPlan, TileRow, Work
 from .gpus import GPUS, DeviceFacts
+from .shares import side_by_side
 from .sm90 import ALIGNMENT, COLUMNS, Hopper, chunks, given_bytes, packed_rows
 from .structs import Regions, fused_workspace, partials, row_tiles
+from .work_tiles import Schedule
 
 MAX_OUT = 192
 
@@ -221,8 +223,8 @@ class _Fused(Hopper[_Row]):
         fitting = super().fitting(work, facts)
         if self.packed(work).packed_rows:  # which takes registers as a mask does
             return tuple(row for row in fitting if not row.direct and row.max_mask > 0)
-        # What is written at once goes through a buffer of 16-bit numbers.
-        direct = "q" not in work.problem.wide_gradients
+        # What is written at once goes through a buffer of 16-bit numbers, and takes registers.
+        direct = "q" not in work.problem.wide_gradients and work.out_dim <= 128
         return tuple(row for row in fitting if not row.direct or (direct and work.problem.keys <= row.rows))
 
     def threads(self, tile: _Row) -> int:
@@ -285,6 +287,13 @@ class _Fused(Hopper[_Row]):
             return 1
         # As the shortest tiles of a group end the longest of the next start, if there are as many as blocks.
         return super().head_group(work, max(least, round(_BLOCKS * 128 / work.problem.keys)))
+
+    def schedule(self, work: Work, tile: _Row, facts: DeviceFacts) -> Schedule:
+        found = super().schedule(work, tile, facts)
+        if not work.problem.mask.parts or work.problem.mask.blocks is not None:
+            return found
+        together = side_by_side(found.tiles, work.pairs, found.head_group, facts.multiprocessors)
+        return replace(found, head_group=together)
 
     def plans(self, work: Work, tile: _Row, facts: DeviceFacts, reason: str = "") -> tuple[KernelPlan, ...]:
         """What prepares the workspace, the pass, and, if it has sums, what makes them the gradient of the queries."""

@@ -6,6 +6,9 @@ of patterns are not cut here but in `work_tiles.py`.
 
 from __future__ import annotations
 
+import heapq
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +24,8 @@ MOST_PER_MULTIPROCESSOR = 4
 # What sharing has to gain.
 WORTH = 0.95
 SAMPLES = 64
+# Beyond so many tiles for each multiprocessor the last ones hardly count; and what is nearly as even as can be.
+MOST_SIMULATED, EVEN = 16, 1.06
 # Of an L2 cache of 50 MB, what should be under way at a time, and where it is so much more that this matters.
 CACHED, MOST_CACHED = 32 << 20, 160 << 20
 
@@ -102,6 +107,32 @@ def time_of(steps: NDArray[np.int64], shares: int, copies: int, multiprocessors:
         load.sort()
         load[: len(wave)] += wave
     return float(load.max())
+
+
+@lru_cache(maxsize=1024)
+def side_by_side(tiles: int, heads: int, least: int, multiprocessors: int) -> int:
+    """How many of `heads`, `least` or more, should run side by side whose tiles are a ramp from long to short: the
+    fewest with which blocks are busy to the end, or nearly so.
+
+    Blocks take the tiles of a group from long to short, then those of the next one. What is left for a last group of
+    few heads are long tiles: 32 heads of 16 tiles by tens leave two, and take 1.25 times as long as by eights.
+    """
+    if not heads * tiles or heads * tiles > MOST_SIMULATED * multiprocessors:
+        return least
+    sizes = sorted({-(-heads // groups) for groups in range(1, heads // max(least, 1) + 1)} | {least})
+    times = {size: _time_by_groups(tiles, heads, size, multiprocessors) for size in sizes}
+    best = min(times.values())
+    return next(size for size in sizes if times[size] <= EVEN * best)
+
+
+def _time_by_groups(tiles: int, heads: int, size: int, multiprocessors: int) -> float:
+    """About how long a launch takes whose groups have so many heads; a tile takes as long as it has tiles behind it."""
+    free = [0.0] * multiprocessors
+    for first in range(0, heads, size):
+        for tile in range(tiles):
+            for _ in range(min(size, heads - first)):
+                heapq.heapreplace(free, free[0] + tiles - tile)
+    return max(free)
 
 
 def number(steps: NDArray[np.int64], copies: int, multiprocessors: int) -> int:

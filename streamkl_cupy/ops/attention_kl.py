@@ -45,7 +45,7 @@ OP = Op(
     ),
     max_gradient_dim=256,
     rules=("divergence", "score", "mask"),
-    settings=(
+    problem_fields=(
         ("divergence", "divergence"),
         ("return_entropy", "entropy"),
         ("some_keys", "some_keys"),

@@ -124,8 +124,8 @@ class Op:
     """Results that only some of the rules' entries have, with axes of their own after the row's, or only some calls."""
     vectors: tuple[tuple[str, str], ...] = ()
     """Results with columns for each query row, in the type of the operands: (name, the letter of these columns)."""
-    settings: tuple[tuple[str, str], ...] = ()
-    """Options that kernels read and nothing else has said yet: (option, field of the problem)."""
+    problem_fields: tuple[tuple[str, str], ...] = ()
+    """Options that a field of the problem of its own has, since others than kernels ask for it: (option, field)."""
     one_batch: bool = True
     """Whether all arrays of a call begin with the batch, or none does, so that an axis which vmap adds becomes a part
     of that; otherwise it becomes a loop."""

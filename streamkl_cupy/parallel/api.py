@@ -6,14 +6,13 @@ Each parses its call, has the ranks agree on a job, and runs a strategy; what be
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ..arguments import a_kind_of, choice
 from ..call import runner_for
-from ..frameworks import describe, is_standin
+from ..frameworks import compiling, describe, is_standin
 from ..ops import ATTENTION_KL
 from ..problem import STUDENT
 from ..results import KLForward, KLForwardRows, KLGradients
@@ -440,8 +439,7 @@ def _engine(library: str) -> Engine:
 
 def _outside_programs(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """What calls the function outside of a program that torch compiles, which is interrupted there."""
-    compiler = getattr(sys.modules.get("torch"), "compiler", None)
-    if compiler is None or not compiler.is_compiling():
+    if not compiling():
         return None
     from ..torch import outside_programs
 

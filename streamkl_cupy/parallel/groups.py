@@ -6,6 +6,7 @@ from typing import Any
 
 from ..arguments import a_kind_of
 from .communicators import MpiRanks
+from .libraries import LIBRARIES
 from .ranks import LocalRank, Ranks
 
 
@@ -13,7 +14,7 @@ def ranks_of(group: Any, library: str) -> Ranks:
     """The ranks of a process group, a mesh dimension, a communicator or a `LocalWorld`."""
     if isinstance(group, LocalRank):
         return group
-    if library == "torch":
+    if LIBRARIES[library].groups:
         from .torch import ranks_of_torch
 
         return ranks_of_torch(group)

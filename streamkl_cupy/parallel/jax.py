@@ -37,7 +37,6 @@ class AxisRanks:
     def __init__(self, axis: str, size: int, varying: frozenset[Any]) -> None:
         """`varying`: all axes of the mesh along which the shards differ."""
         self.axis, self.size, self._varying = axis, size, varying
-        self._computed: Any = ()  # what `here` has left last
 
     @property
     def rank(self) -> int:
@@ -63,14 +62,8 @@ class AxisRanks:
 
     def shift(self, xs: tuple[Any, ...]) -> Callable[[], tuple[Any, ...]]:
         around = [(rank, (rank + 1) % self.size) for rank in range(self.size)]
-
-        def moved() -> tuple[Any, ...]:
-            # After what has been computed meanwhile, not beside it: XLA's compiler crashes where a branch lies between
-            # start and end of a permutation.
-            after, _ = _lax.optimization_barrier((xs, self._computed))
-            return tuple(_lax.ppermute(x, self.axis, around) for x in after)
-
-        return moved
+        found = tuple(_lax.ppermute(x, self.axis, around) for x in xs)
+        return lambda: found
 
     def post(self, sent: Any, room: Any) -> Any:
         raise NotImplementedError("what a program moves is known to the compiler, which says when")
@@ -89,7 +82,6 @@ class AxisRanks:
 
         branches = [functools.partial(branch, rank) for rank in range(self.size)]
         found: _T = _lax.switch(_lax.axis_index(self.axis), branches)
-        self._computed = found
         return found
 
 

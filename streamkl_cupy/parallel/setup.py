@@ -359,7 +359,7 @@ def _owners(ownership: Any, rows: list[int], keys: list[int]) -> tuple[tuple[Run
                 raise ValueError(
                     f"rank {rank} holds {have} {name} of {total}; ownership={rule} over {size} ranks "
                     f"gives it {want}. Cut shards by streamkl_cupy.parallel.shard, or say which positions "
-                    f"each rank holds: ownership is one of {', '.join(map(repr, OWNERSHIPS))} or an Ownership"
+                    f"each rank holds: ownership is one of {listed(OWNERSHIPS)} or an Ownership"
                 )
         found.append(runs)
     return found[0], found[1]

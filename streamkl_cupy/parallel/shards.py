@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import a_kind_of
+from ..arguments import a_kind_of, listed
 from .libraries import Library, at, library_named, library_of
 
 Run = tuple[int, int]
@@ -151,7 +151,7 @@ def owned(total: int, size: int, ownership: Any) -> tuple[Runs, ...]:
     if isinstance(ownership, str):
         if ownership not in OWNERSHIPS:
             raise ValueError(
-                f"ownership={ownership!r}; allowed are {', '.join(map(repr, OWNERSHIPS))}, an Ownership, and the "
+                f"ownership={ownership!r}; allowed are {listed(OWNERSHIPS)}, an Ownership, and the "
                 f"positions of every rank"
             )
         return _by_rule(total, size, ownership)

@@ -41,7 +41,7 @@ def reduce_rows(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) -> Any:
     `kl` and `lse` have the shape of the rows; `weight` broadcasts to it, None means 1.
     """
     if weight is None and (reduction != "mean" or lse is None):
-        return kl if reduction == "none" else xp.sum(kl) if reduction == "sum" else xp.mean(kl)
+        return _of_all(xp, kl, reduction)
     return _reduced(xp, kl, _row_weights(xp, kl, lse, weight), reduction)[0]
 
 
@@ -53,7 +53,7 @@ def value_and_gradient(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) 
     A row without a key may get any number: it has nothing to differentiate.
     """
     if weight is None and (reduction != "mean" or lse is None):
-        return reduce_rows(xp, kl, lse, None, reduction), 1 / prod(kl.shape) if reduction == "mean" else None
+        return _of_all(xp, kl, reduction), 1 / prod(kl.shape) if reduction == "mean" else None
     if weight is None:
         empty = lse == -xp.inf
         seen = xp.sum(~empty, dtype=kl.dtype)
@@ -62,6 +62,10 @@ def value_and_gradient(xp: Any, kl: Any, lse: Any, weight: Any, reduction: str) 
     w = _row_weights(xp, kl, lse, weight)
     value, mass = _reduced(xp, kl, w, reduction)
     return value, w if mass is None else xp.where(mass == 0, 0.0, w / xp.where(mass == 0, 1.0, mass))
+
+
+def _of_all(xp: Any, kl: Any, reduction: str) -> Any:
+    return kl if reduction == "none" else xp.sum(kl) if reduction == "sum" else xp.mean(kl)
 
 
 def spread(xp: Any, value: Any, share: Any, shape: tuple[int, ...]) -> Any:

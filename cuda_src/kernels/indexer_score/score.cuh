@@ -42,6 +42,14 @@ struct Step {
     int slot = 0;       // of the keys
     bool fresh = true;  // whether these keys are others than those of the step before
 
+    // With the first head of a tile, whose first one of the teacher is that of the call.
+    __device__ void begin(const IndexerArgs& args, int first_of_teacher) {
+        head = 0;
+        teacher_heads = kTeacherIsGiven ? 0 : kEnding == kEndsInLse ? 1 : args.teacher_heads;
+        heads = teacher_heads + (kHasStudent ? args.index_heads : 0);
+        first_head = first_of_teacher;
+        teacher_group = args.teacher_group;
+    }
     __device__ bool more() const { return key < end; }
     __device__ bool teacher() const { return head < teacher_heads; }
     __device__ int parts() const { return teacher() ? kTeacherParts + kExtraParts : kIndexParts; }
@@ -100,6 +108,100 @@ struct Fetch {
     }
 };
 
+// What the lane's rows have of a head: the teacher's log-sum-exp in base 2, or the student's weight.
+__device__ inline void head_factors(const IndexerArgs& args, const Step& at, int batch, int group, int row,
+                                    float (&factor)[2]) {
+    const float* const vector =
+        at.teacher()
+            ? reinterpret_cast<const float*>(args.lse2) +
+                  static_cast<i64>(batch * args.groups * args.teacher_heads + at.first_head + at.head) * args.queries
+            : reinterpret_cast<const float*>(args.weights) +
+                  static_cast<i64>((batch * args.groups + group) * args.index_heads + at.head - at.teacher_heads) *
+                      args.queries;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int r = row + Accumulators::below(half);
+        factor[half] = kEnding != kEndsInLse && r < args.queries ? vector[r] : at.teacher() ? infinity() : 0.f;
+    }
+}
+
+// The state of a row, or where there is but one its log-sum-exp.
+__device__ inline void leave_state(const IndexerArgs& args, const MassState& x, int batch, int which, int share,
+                                   int r) {
+    if (kEnding == kEndsInLse && args.splits == 1)
+        *row_vector(args.out_lse, batch, which, r) = x.l == 0.f ? -infinity() : kLn2 * (x.r + log2f(x.l));
+    else
+        reinterpret_cast<float4*>(
+            args.states)[(static_cast<i64>(blockIdx.y) * args.splits + share) * args.queries + r] =
+            make_float4(x.r, x.l, x.mass, x.terms);
+}
+
+// A target that is given, in place of the teacher's masses.
+__device__ inline void read_target(const IndexerArgs& args, int batch, int group, int row, const RowKeys (&seen)[2],
+                                   int first_key, Strip<kTiles>& t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float* const from = reinterpret_cast<const float*>(args.target.pointer) + batch * args.target.batch +
+                                  group * args.target.head + (row + Accumulators::below(half)) * args.target.row;
+#pragma unroll
+        for (int j = 0; j < 2 * kTiles; ++j) {
+            const int key = key_of(first_key, j);
+            if (seen[half].sees(key)) t[0][j / 2][Accumulators::element(half, j % 2)] = from[key * args.target.column];
+        }
+    }
+}
+
+// What gradients read of the lane's rows, of those that there are.
+__device__ inline void read_stats(const IndexerArgs& args, int batch, int group, int row, float4 (&rows)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int r = row + Accumulators::below(half);
+        if (r < args.queries)
+            rows[half] = reinterpret_cast<const float4*>(
+                args.row_stats)[static_cast<i64>(batch * args.groups + group) * args.queries + r];
+    }
+}
+
+// No gradients of the lane's rows by the keys of a tile.
+__device__ inline void clear_strip(const IndexerArgs& args, int batch, int group, int row, int key, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            StripElement::store_pair(strip_pair(args, batch * args.groups + group, row + Accumulators::below(half),
+                                                key + Accumulators::first_column(lane)) +
+                                         strip_step(n),
+                                     0.f, 0.f);
+}
+
+// A head of the teacher.
+__device__ inline void add_head(Strip<kTiles>& t, const Strip<kTiles>& s, const TeacherNumbers& n,
+                                const float (&lse)[2]) {
+    if (__any_sync(~0u, lse[0] == infinity() || lse[1] == infinity()))
+        add_masses<true>(t, s, n, lse);
+    else
+        add_masses<false>(t, s, n, lse);
+}
+
+// Leaves the gates of a head's scores for gradients.
+__device__ inline void keep_gates(const IndexerArgs& args, int entry, int head, int tile, int first_key,
+                                  const Strip<kTiles>& s) {
+    if constexpr (kKeepsGates)
+        store_gates(args, entry, head, tile, first_key / kStripTile, threadIdx.x / 32 % kWarps, gates_of(s[0]));
+}
+
+// What the warps that share rows have of them, for the first one to merge.
+__device__ inline void leave_for_others(float4* left, int warp, int warp_row, int lane, MassState (&state)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        Accumulators::merge_row(state[half]);
+        const MassState& x = state[half];
+        if (Accumulators::writes_row(lane))
+            left[warp / kWarps * kRows + warp_row + Accumulators::first_row(lane) + Accumulators::below(half)] =
+                make_float4(x.r, x.l, x.mass, x.terms);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     streamkl_indexer_score(const __grid_constant__ IndexerArgs args) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -120,11 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     Step at;
     at.key = cut(share);
     at.end = cut(share + 1);
-    at.head = 0;
-    at.teacher_heads = kTeacherIsGiven ? 0 : kEnding == kEndsInLse ? 1 : args.teacher_heads;
-    at.heads = at.teacher_heads + (kHasStudent ? args.index_heads : 0);
-    at.first_head = kEnding == kEndsInLse ? which : group * args.teacher_heads;
-    at.teacher_group = args.teacher_group;
+    at.begin(args, kEnding == kEndsInLse ? which : group * args.teacher_heads);
     Step ahead = at;
 
     const u32 base = Products::aligned(static_cast<u32>(__cvta_generic_to_shared(shared)));
@@ -142,25 +240,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     // Of each row (log-sum-exp in base 2, 1 / mass, u): zeros where it has no gradient.
     float4 rows[2] = {make_float4(0.f, 0.f, 0.f, 0.f), make_float4(0.f, 0.f, 0.f, 0.f)};
     if constexpr (kEnding == kEndsInStrip) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int r = row + Accumulators::below(half);
-            if (r < args.queries)
-                rows[half] = reinterpret_cast<const float4*>(
-                    args.row_stats)[static_cast<i64>(batch * args.groups + group) * args.queries + r];
-        }
+        read_stats(args, batch, group, row, rows);
         // Where no row has one, no product is needed to know the tiles.
         if (!__syncthreads_or(rows[0].z != 0.f || rows[1].z != 0.f)) {
             for (int key = at.key + warp_column; key < min(at.end, keys.end); key += kColumns)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-#pragma unroll
-                    for (int n = 0; n < kTiles; ++n)
-                        StripElement::store_pair(
-                            strip_pair(args, batch * args.groups + group, row + Accumulators::below(half),
-                                       key + Accumulators::first_column(lane)) +
-                                strip_step(n),
-                            0.f, 0.f);
+                clear_strip(args, batch, group, row, key, lane);
             return;
         }
     }
@@ -185,58 +269,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
 
         // Of the head, asked for before its product and needed after it.
         float factor[2];
-        const float* const vector =
-            at.teacher()
-                ? reinterpret_cast<const float*>(args.lse2) +
-                      static_cast<i64>(batch * args.groups * args.teacher_heads + at.first_head + at.head) *
-                          args.queries
-                : reinterpret_cast<const float*>(args.weights) +
-                      static_cast<i64>((batch * args.groups + group) * args.index_heads + at.head - at.teacher_heads) *
-                          args.queries;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int r = row + Accumulators::below(half);
-            factor[half] = kEnding != kEndsInLse && r < args.queries ? vector[r] : at.teacher() ? infinity() : 0.f;
-        }
+        head_factors(args, at, batch, group, row, factor);
         if (at.teacher()) {
             Products::multiply(s, TeacherTile{fetch.queries(i)}, warp_row, TeacherTile{fetch.keys(at.slot)},
                                warp_column, at.part == 0);
-            if (at.last_part() && kEnding != kEndsInLse) {
-                if (__any_sync(~0u, factor[0] == infinity() || factor[1] == infinity()))
-                    add_masses<true>(t, s, args.teacher_numbers, factor);
-                else
-                    add_masses<false>(t, s, args.teacher_numbers, factor);
-            }
+            if (at.last_part() && kEnding != kEndsInLse) add_head(t, s, args.teacher_numbers, factor);
         } else {
             Products::multiply(s, IndexTile{fetch.queries(i)}, warp_row, IndexTile{fetch.keys(at.slot)}, warp_column,
                                at.part == 0);
             if (at.last_part()) {
-                if constexpr (kKeepsGates) {
-                    const int first = at.key + warp_column;
-                    if (kColumns == kStripTile || first < keys.end)
-                        store_gates(args, batch * args.groups + group, at.head - at.teacher_heads, tile,
-                                    first / kStripTile, warp % kWarps, gates_of(s[0]));
-                }
+                const int first = at.key + warp_column;
+                if (kKeepsGates && (kColumns == kStripTile || first < keys.end))
+                    keep_gates(args, batch * args.groups + group, at.head - at.teacher_heads, tile, first, s);
                 add_weighted(logits, s, factor);
             }
         }
         if (!at.last()) continue;
         const int first_key = at.key + warp_column;
 
-        if constexpr (kTeacherIsGiven) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float* const from = reinterpret_cast<const float*>(args.target.pointer) +
-                                          batch * args.target.batch + group * args.target.head +
-                                          (row + Accumulators::below(half)) * args.target.row;
-#pragma unroll
-                for (int j = 0; j < 2 * kTiles; ++j) {
-                    const int key = key_of(first_key, j);
-                    if (seen[half].sees(key))
-                        t[0][j / 2][Accumulators::element(half, j % 2)] = from[key * args.target.column];
-                }
-            }
-        }
+        if constexpr (kTeacherIsGiven) read_target(args, batch, group, row, seen, first_key, t);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int r = row + Accumulators::below(half);
@@ -281,14 +332,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         if constexpr (kColumnWarps > 1) {  // the first of the warps that share rows merges, in their order
             __syncthreads();
             float4* const left = reinterpret_cast<float4*>(shared);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                Accumulators::merge_row(state[half]);
-                const MassState& x = state[half];
-                if (Accumulators::writes_row(lane))
-                    left[warp / kWarps * kRows + warp_row + Accumulators::first_row(lane) + Accumulators::below(half)] =
-                        make_float4(x.r, x.l, x.mass, x.terms);
-            }
+            leave_for_others(left, warp, warp_row, lane, state);
             __syncthreads();
             if (warp >= kWarps) return;
 #pragma unroll
@@ -304,13 +348,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
             if constexpr (kColumnWarps == 1) Accumulators::merge_row(state[half]);
             const int r = row + Accumulators::below(half);
             if (!Accumulators::writes_row(lane) || r >= args.queries) continue;
-            const MassState& x = state[half];
-            if (kEnding == kEndsInLse && args.splits == 1)
-                *row_vector(args.out_lse, batch, which, r) = x.l == 0.f ? -infinity() : kLn2 * (x.r + log2f(x.l));
-            else
-                reinterpret_cast<float4*>(
-                    args.states)[(static_cast<i64>(blockIdx.y) * args.splits + share) * args.queries + r] =
-                    make_float4(x.r, x.l, x.mass, x.terms);
+            leave_state(args, state[half], batch, which, share, r);
         }
     }
 }

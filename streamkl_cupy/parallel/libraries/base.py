@@ -18,6 +18,8 @@ class Library:
     """Where its functions are, unless that is its name."""
     autograd: ClassVar[bool] = False
     """Whether it differentiates what runs."""
+    groups: ClassVar[bool] = False
+    """Whether it has process groups of its own."""
     programs: ClassVar[bool] = False
     """Whether calls are part of programs that it compiles: no kernel is launched on memory, and nothing is posted."""
 

@@ -13,6 +13,7 @@ class Torch(Library):
 
     name = "torch"
     autograd = True
+    groups = True
 
     def on_gpu(self, x: Any) -> bool:
         return bool(x.is_cuda)

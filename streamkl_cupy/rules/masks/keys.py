@@ -21,7 +21,7 @@ def cut(mask: Any, start: int, stop: int) -> Any:
 
 PART = Part(
     name="keys",
-    header="masks/key_bits.cuh",
+    header="masks/keys.cuh",
     struct="KeyBits",
     params=(),
     arrays=(MaskArray("key_mask", "bool", 1, _misfit, lambda values, extents: None, of="keys", cut=cut, bits=True),),

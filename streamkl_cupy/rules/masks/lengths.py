@@ -39,7 +39,7 @@ def _key_range(scene: Scene, q0: int, q1: int) -> Range:
 
 PART = Part(
     name="lengths",
-    header="masks/key_lengths.cuh",
+    header="masks/lengths.cuh",
     struct="KeyLengths",
     params=(),
     arrays=(

@@ -19,7 +19,7 @@ def _key_range(scene: Scene, q0: int, q1: int) -> Range:
 
 PART = Part(
     name="query_mask",
-    header="masks/query_bits.cuh",
+    header="masks/query_mask.cuh",
     struct="QueryBits",
     params=(),
     arrays=(
