@@ -217,10 +217,10 @@ class Matrix:
     def indexer(self) -> Iterator[Case]:
         import ml_dtypes  # as bfloat16 is what its gradients are built in
 
-        def case(about: str, dtype: str, T: int, D: int, M: int = 150, N: int = 170, *, J: int = 1, K: int = 2,
-                 **options: Any) -> Case:  # fmt: skip
+        def case(about: str, dtype: str, T: int, D: int, M: int = 150, N: int = 170, *, H: int = 4, J: int = 1,
+                 K: int = 2, **options: Any) -> Case:  # fmt: skip
             element = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-            shapes = ((2, 4, M, T), (2, K, N, T), (2, 4, M, D), (2, J, N, D), (2, 4, M))
+            shapes = ((2, H, M, T), (2, K, N, T), (2, 4, M, D), (2, J, N, D), (2, 4, M))
             arrays: list[Array | None] = [self.random(*x, dtype="float32").astype(element) for x in shapes]
             options = {name: x.astype(element) if name.endswith("rope") else x for name, x in options.items()} | {
                 "index_scale": 0.4
@@ -235,6 +235,8 @@ class Matrix:
                 yield case("causal", dtype, T, D, causal=True)
             ids = rng.integers(-3, 175, (2, 150, 40))
             yield case("ids", dtype, 72, 64, topk_indices=ids, causal=True)
+            if dtype == "bfloat16":
+                yield case("ids of latent heads", dtype, 136, 72, H=70, K=1, topk_indices=ids, causal=True)
             lengths = rng.integers(-1, 45, (2, 2, 150)).astype(np.int32)
             both = np.stack([ids, ids[:, ::-1]], axis=1)
             yield case("ids of groups", dtype, 72, 64, J=2, head_groups=2, topk_indices=both, topk_length=lengths)

@@ -29,6 +29,7 @@ from streamkl_cupy.kernels import (
     chosen,
     indexer_bits,
     indexer_gated_join,
+    indexer_gathered_sm90,
     indexer_join,
     indexer_pack,
     indexer_rows,
@@ -778,7 +779,7 @@ def kernels_of(shape: IndexerShape, facts: DeviceFacts) -> list[KernelText]:
     """All that a call of the shape may run, of each task the first kernel that does it."""
     half = shape.student == "float16"  # whose gradients are of kept gates
     gradients = [task.kind for task in INDEXER_KL.gradients[:2]]
-    work = [("indexer_score", IndexerWork(shape, x)) for x in ENDINGS if not (half and x == "strip")]
+    work = [("indexer_score", IndexerWork(shape, x)) for x in ENDINGS if x != "list" and not (half and x == "strip")]
     work += [] if half else [(kind, IndexerWork(shape)) for kind in gradients]
     around = [indexer_sum.plan(shape, facts), indexer_scan.plan(shape, facts), indexer_pack.plan(shape, facts)]
     around += [x.plan(facts) for x in (indexer_rows, indexer_bits, indexer_units)]
@@ -797,6 +798,10 @@ def kernels_of(shape: IndexerShape, facts: DeviceFacts) -> list[KernelText]:
         asked = IndexerWork(mapped, ending, several_keys=several, keys=32_768 if several else 780)
         if not indexer_stream_sm90.KERNEL.refuses(asked, facts):
             work.append(("indexer_score", asked))
+    if shape.bits:
+        few = IndexerWork(shape, keys=4096, heads=64, teacher_heads=128, chosen=1024)
+        gathered = [("indexer_score", few._replace(ending=x)) for x in indexer_gathered_sm90.GATHERED_ENDINGS]
+        work += [task for task in (*gathered, ("indexer_listed", few)) if KERNELS[task[0]][0].choice(task[1], facts)[0]]
     found = []
     for kind, asked in work:
         kernel, tile, _ = chosen(kind, asked, facts)
@@ -853,9 +858,13 @@ def test_a_plan_says_what_memory_it_takes(chosen: int) -> None:
     assert isinstance(found, plan.IndexerPlan)
     assert max(found.workspace_bytes, found.backward_bytes) < 200e6
     text = str(found)
-    for name in ("score_sm90", "stream_sm90", "gated_query_sm90", "gated_key_sm90", "queries are streamed", "MiB"):
-        assert name in text
-    assert ("indexer_bits" in text) == bool(chosen)
+    streamed = ("stream_sm90", "gated_query_sm90", "gated_key_sm90", "queries are streamed", "shares for", "MiB")
+    gathered = ("indexer_bits", "gathered_sm90", "listed_sm90", "their keys are gathered", "lists of 2048 keys", "MiB")
+    assert all(name in text for name in (gathered if chosen else streamed))
+    if chosen:
+        # What rows add to a key has no order then.
+        same = str(streamkl_cupy.indexer_kl_plan(*x, index_scale=1.0, deterministic=True, arch="sm_90", **ids))
+        assert ("gathered_sm90" in same, "listed_sm90" in same, "gated_key_sm90" in same) == (True, False, True)
     only = streamkl_cupy.indexer_kl_plan(*x, index_scale=1.0, arch="sm_80", wrt=("index_weights",))
     assert "indexer_query_sm80" in str(only)
     assert "queries are not streamed: it needs compute capability 9.0" in str(only)
@@ -940,18 +949,22 @@ class Driver:
         self.seen.append(("clear", address, size))
 
 
-@pytest.mark.parametrize("target", [False, True])
-def test_a_call_like_one_before_launches_what_lies_ready(monkeypatch: pytest.MonkeyPatch, target: bool) -> None:
+@pytest.mark.parametrize("name", ["strips", "target", "gathered"])
+def test_a_call_like_one_before_launches_what_lies_ready(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    target, gathered = name == "target", name == "gathered"
     driver = Driver()
     pretended = SimpleNamespace(cuda=SimpleNamespace(driver=driver, runtime=driver))
     for module in (cuda, launch):
         monkeypatch.setattr(module, "import_cupy", lambda: pretended)
     monkeypatch.setattr(launch, "_primary_context", lambda index: driver.context)
     driver.launchKernel, driver.memsetAsync = driver.launch, driver.clear  # type: ignore[attr-defined]
-    monkeypatch.setattr(cuda, "device_facts", lambda index: GPUS["sm_80"])
+    monkeypatch.setattr(cuda, "device_facts", lambda index: GPUS["sm_90" if gathered else "sm_80"])
     monkeypatch.setattr(cuda, "in_context", lambda index: nullcontext())
     monkeypatch.setattr(cuda.Runner, "loaded", lambda self, kernel, stream: driver.load(kernel, stream))
     n = {"B": 2, "H": 4, "K": 2, "I": 3, "J": 1, "M": 150, "N": 170, "T": 32, "D": 32, "G": 1, "C": 16}
+    if gathered:
+        n |= {"H": 70, "K": 1}
+        monkeypatch.setattr(plan, "LIST_BYTES", 1)  # a row tile at a time
     op = INDEXER_TARGET if target else INDEXER_KL
     names = ("teacher_q", "teacher_k", "index_q", "index_k", "index_weights", "topk_indices", "key_mask")
 
@@ -973,6 +986,7 @@ def test_a_call_like_one_before_launches_what_lies_ready(monkeypatch: pytest.Mon
     runner.forward(inputs, op.Results(**results), 0, first)
     seen, driver.seen = driver.seen, []
     assert {name for name, *_ in seen} - {"clear"} == {kernel.name for kernel in runner.plan.forward}
+    assert any("gathered" in name for name, *_ in seen) == gathered
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_Call", lambda *given: pytest.fail("packed again"))
         runner.forward(inputs, op.Results(**results), 7, first)
@@ -987,7 +1001,7 @@ def test_a_call_like_one_before_launches_what_lies_ready(monkeypatch: pytest.Mon
         runner.backward(inputs, rows, out, 0, first)
         assert {name for name, *_ in driver.seen} - {"clear"} == {x.name for x in runner.plan_for(wrt).backward}
         cleared = [(address, size) for name, address, size in driver.seen if name == "clear"]
-        assert cleared
+        assert cleared or (gathered and "index_k" not in wrt)
         assert all(first <= address and address + size <= first + room for address, size in cleared)
 
 
@@ -1001,8 +1015,10 @@ def on_gpu(x: Any, dtype: str) -> Any:
     return (x.to(getattr(torch, dtype)) if x.is_floating_point() else x).cuda()
 
 
-def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **options: Any) -> Any:
-    """As `check`, with memory that was NaN before; everything twice, for equal bits."""
+def check_on_gpu(
+    x: tuple[Any, ...], rng: np.random.Generator, dtype: str, *, any_order: tuple[str, ...] = (), **options: Any
+) -> Any:
+    """As `check`, with memory that was NaN before; everything twice, for equal bits but of `any_order`."""
     torch = pytest.importorskip("torch")
     options = {"index_scale": 0.4, **options}
     given = [None if a is None else on_gpu(a, "float32" if i == 4 else dtype) for i, a in enumerate(x)]
@@ -1013,6 +1029,7 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
         k: v.double().cpu().numpy() if torch.is_tensor(v) and v.is_floating_point() else options[k]
         for k, v in there.items()
     }
+    known.pop("deterministic", None)  # it changes no value
     if {kernel.family for kernel in KERNELS["indexer_score"]} == {"sm80"}:
         assert "_sm90" not in str(streamkl_cupy.indexer_kl_plan(*given, **there))
     rows = reference.forward(*exact, **known)
@@ -1027,11 +1044,14 @@ def check_on_gpu(x: tuple[Any, ...], rng: np.random.Generator, dtype: str, **opt
         upstream = torch.from_numpy(grad).cuda().reshape(saved.kl.shape)
         runs.append((saved, streamkl_cupy.indexer_kl_backward(upstream, *given, saved=saved, wrt=wrt, **there)))
     (saved, grads), (again, same) = runs
-    for a, b in zip((*saved, *grads), (*again, *same), strict=True):
+    fixed = [name for name in wrt if name not in any_order]
+    of_both = (*saved, *(getattr(grads, name) for name in fixed)), (*again, *(getattr(same, name) for name in fixed))
+    for a, b in zip(*of_both, strict=True):
         assert a is b is None or torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
     alone = wrt[int(rng.integers(len(wrt)))]  # what is not asked for changes no bits
     single = streamkl_cupy.indexer_kl_backward(upstream, *given, saved=saved, wrt=(alone,), **there)
-    assert torch.equal(getattr(single, alone).nan_to_num(7.5), getattr(grads, alone).nan_to_num(7.5))
+    if alone in fixed:
+        assert torch.equal(getattr(single, alone).nan_to_num(7.5), getattr(grads, alone).nan_to_num(7.5))
     for name in ("kl", "index_lse", "target_sum"):
         close(getattr(saved, name).cpu(), getattr(rows, name), 6e-6)
     # The gradient of a logit, its product with a weight, and the sum are rounded to bfloat16: where one pair makes most
@@ -1177,6 +1197,49 @@ def test_not_a_number_on_a_gpu(rng: np.random.Generator, dtype: str) -> None:
             seen = rows.kl.isnan().cpu()
             assert seen[0, 9], (i, bad)
             assert int(seen.sum()) == (1 if i in (0, 2, 4) else 150), (i, bad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["causal", "groups", "rotary", "wide", "all heads"])
+def test_gathered_keys_on_a_gpu(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, deterministic: bool
+) -> None:
+    monkeypatch.setattr(plan, "BITS_BYTES", int(rng.integers(1, 1 << 16)))  # of some rows at a time
+    monkeypatch.setattr(plan, "LIST_BYTES", int(rng.integers(1, 1 << 19)))
+    M, N, chosen = 150, 700, int(rng.integers(1, 200))
+    n: dict[str, int] = {"H": int(rng.integers(65, 129)), "K": 1, "I": int(rng.integers(1, 65)), "T": 136, "D": 72}
+    options: dict[str, Any] = {"topk_indices": rng.integers(-1, N, (2, M, chosen)), "relu": bool(rng.integers(2))}
+    if name == "causal":
+        options |= {"causal": True, "key_mask": rng.random((2, N)) < 0.7}
+    elif name == "groups":
+        n |= {"H": 2 * n["H"], "I": 2 * min(n["I"], 9), "J": 2, "K": 2}
+        ids, lengths = rng.integers(-1, N, (2, 2, M, chosen)), rng.integers(-1, chosen + 2, (2, 2, M))
+        options |= {"head_groups": 2, "topk_indices": ids, "topk_length": lengths}
+    elif name == "rotary":
+        n |= {"T": 192}
+        ropes = rng.standard_normal((2, n["H"], M, 64)), rng.standard_normal((2, 1, N, 64))
+        options |= dict(zip(("teacher_q_rope", "teacher_k_rope"), ropes, strict=True))
+    elif name == "wide":
+        n |= {"T": 576, "D": 128}
+    else:
+        n |= {"H": 128, "I": 64, "T": 64, "D": 32}
+    x = make(rng, M=M, N=N, **n)
+    operands = [on_gpu(a, "bfloat16") for a in x]
+    there = {k: on_gpu(v, "bfloat16") if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    said = str(streamkl_cupy.indexer_kl_plan(*operands, index_scale=0.1, deterministic=deterministic, **there))
+    assert ("indexer_gathered" in said, "indexer_listed" in said) == (True, not deterministic), said
+    any_order = () if deterministic else ("index_k",)
+    saved = check_on_gpu(
+        x, rng, "bfloat16", any_order=any_order, index_scale=0.1, deterministic=deterministic, **options
+    )
+    lse = saved.teacher_lse.cpu().numpy()
+    lse = lse + rng.random(lse.shape, np.float32)
+    lse[0, 0], lse[1, :, 4], lse[1, 1] = np.inf, -np.inf, np.inf
+    check_on_gpu(
+        x, rng, "bfloat16", any_order=any_order, index_scale=0.1, deterministic=deterministic, teacher_lse=lse,
+        **options,
+    )  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from ..kernels import (
     indexer_gated_join,
     indexer_gated_key_sm90,
     indexer_gated_query_sm90,
+    indexer_gathered_sm90,
     indexer_join,
     indexer_pack,
     indexer_rows,
@@ -27,7 +28,7 @@ from ..kernels import (
     indexer_tiles,
     indexer_units,
 )
-from ..kernels.base import Candidate, KernelText
+from ..kernels.base import KernelText
 from ..kernels.gpus import GPUS, DeviceFacts
 from ..kernels.indexer import GRID, OPERANDS, Ending, Grid, IndexerShape, IndexerWork, RowCut, StripCut
 from ..kernels.structs import INDEXER_LINE, INDEXER_ROW_REGIONS, Regions, indexer_gradients, indexer_strip
@@ -46,6 +47,8 @@ LEAST_GATED_BYTES = 64 << 20
 """Of these strips, whatever the rest takes."""
 BLOCKS_PER_MULTIPROCESSOR = 6
 """Into so many the work is cut, for the last ones to end together."""
+LIST_BYTES = 64 << 20
+"""Of gradients in the order of lists, and of the bits that lists are made of, at a time."""
 BITS_BYTES = 32 << 20
 """Of the bits of chosen keys at a time, in a forward; a backward has those of a strip."""
 MOST_SPLITS = 64
@@ -137,7 +140,7 @@ class Chosen(NamedTuple):
     """One of `KERNELS`."""
     work: IndexerWork
     text: KernelText
-    refusals: dict[Candidate[Any, Any], str]
+    refusals: dict[Any, str]
     """Why more capable ones do not."""
 
 
@@ -171,8 +174,9 @@ class IndexerPlan:
 
     def work(self, shape: IndexerShape, ending: Ending = "rows") -> IndexerWork:
         """What is asked of a kernel of scores or of gradients."""
-        heads = self.sizes["I"] // self.problem.groups
-        return IndexerWork(shape, ending, self.several_keys, self.problem["N"], heads)
+        n, groups = self.sizes, self.problem.groups
+        heads, teacher_heads, chosen = n["I"] // groups, n["H"] // groups, n.get("C", 0)
+        return IndexerWork(shape, ending, self.several_keys, n["N"], heads, teacher_heads, chosen)
 
     def chosen(self, kind: str, work: IndexerWork) -> Chosen:
         """The kernel that does a task."""
@@ -208,7 +212,9 @@ class IndexerPlan:
     @cached_property
     def lse_cut(self) -> RowCut:
         """The same of the teacher's log-sum-exps."""
-        return RowCut(self.cut.lse_splits)
+        kernel, work, *_ = self.score("lse")
+        cut: RowCut = kernel.row_cut(work, self.cut.lse_splits)
+        return cut
 
     @cached_property
     def no_gates(self) -> str:
@@ -216,6 +222,30 @@ class IndexerPlan:
         if 0 in (self.problem["B"], self.problem["M"], self.problem["N"]):
             return "there is nothing to keep"
         return why_no_gates(self.shape, self.facts)
+
+    @cached_property
+    def no_lists(self) -> str:
+        """Why a backward does not go by lists of keys; empty where it does."""
+        if self.problem.deterministic:
+            return "what rows add to a key they add in no fixed order, and deterministic is True"
+        found, refusals = choose("indexer_listed", self.work(self.shape), self.facts)
+        return "" if found else next(iter(refusals.values()))
+
+    @cached_property
+    def listed(self) -> Chosen:
+        """The kernel of all gradients, where it does."""
+        return self.chosen("indexer_listed", self.work(self.shape))
+
+    @cached_property
+    def list_tiles(self) -> int:
+        """Row tiles that it has lists of at a time."""
+        each = 4 * GRID * self.problem["B"] * (self.bit_groups * self.words + self.problem.groups * self.list_keys)
+        return min(max(LIST_BYTES // max(each, 1), 1), self.cut.grid_tiles)
+
+    @cached_property
+    def list_keys(self) -> int:
+        """Of a row, at most, in whole tiles."""
+        return indexer_gathered_sm90.most_keys(self.work(self.shape))
 
     @cached_property
     def strip_shape(self) -> IndexerShape:
@@ -280,6 +310,8 @@ class IndexerPlan:
     @cached_property
     def shares(self) -> int:
         """Blocks over which the work of a gradient goes; without gates, the rows of a key tile."""
+        if not self.no_lists:
+            return 1
         return self.cut.shares if self.no_gates else self.facts.multiprocessors
 
     @cached_property
@@ -315,7 +347,7 @@ class IndexerPlan:
     @cached_property
     def forward(self) -> tuple[KernelText, ...]:
         """All kernels of a forward, or of a target."""
-        join = (self.lse_join,) if self.cut.lse_splits > 1 else ()
+        join = (self.lse_join,) if self.makes_lse and self.lse_cut.states > 1 else ()
         lse = (self.score("lse").text, *join) if self.makes_lse else ()
         if self.problem.operation.rows == ("target",):
             return (*self.before, *lse, self.score("target").text)
@@ -326,6 +358,9 @@ class IndexerPlan:
         """All kernels of the gradients `wrt`."""
         if not self.wrt:
             return ()
+        if not self.no_lists:
+            sums = (self.key_sum,) if "index_k" in self.wrt else ()
+            return (*self.before, self.score("list").text, self.listed.text, *sums)
         query = [self.query.text] if self.by_query(self.wrt) else []
         key = [self.key.text, self.key_sum] if "index_k" in self.wrt else []
         if self.no_gates:
@@ -357,7 +392,7 @@ class IndexerPlan:
     @cached_property
     def key_sum(self) -> KernelText:
         """What adds up the sums of blocks that share keys."""
-        if self.no_gates:
+        if self.no_gates or not self.no_lists:
             return indexer_sum.plan(self.shape, self.facts)
         return indexer_gated_join.plan(self.strip_shape, self.shares, self.facts)
 
@@ -372,7 +407,10 @@ class IndexerPlan:
         found = self.score("rows")
         if found.kernel.streams:
             return "streamed"
-        return f"not streamed: {next(iter(found.refusals.values()), 'no kernel does that')}"
+        if found.kernel.gathers:
+            return "not streamed: their keys are gathered"
+        reason = next((why for kernel, why in found.refusals.items() if kernel.streams), "no kernel does that")
+        return f"not streamed: {reason}"
 
     @property
     def words(self) -> int:
@@ -390,7 +428,7 @@ class IndexerPlan:
     def counts(self, tiles: int) -> dict[str, int]:
         """Of what regions of a workspace have entries, with bits and gradients of so many row tiles at a time."""
         n, block = self.sizes, indexer_gated_key_sm90.KEY_BLOCK
-        lse = self.cut.lse_splits * n["H"] if self.makes_lse and self.cut.lse_splits > 1 else 0
+        lse = self.lse_cut.states * n["H"] if self.makes_lse and self.lse_cut.states > 1 else 0
         key_tiles = -(-n["N"] // GRID)
         return {
             **n,
@@ -402,6 +440,8 @@ class IndexerPlan:
             "strip_tiles": tiles * key_tiles,
             "key_tiles": key_tiles,
             "key_shares": self.shares if self.no_gates else 1,
+            "listed_rows": tiles * GRID,
+            "listed_keys": self.list_keys,
             "shares": self.shares,
             # What blocks leave for others, of one gradient after the other.
             "share_rows": max(GRID * self.block_heads, block),
@@ -418,6 +458,10 @@ class IndexerPlan:
     def backward_sizes(self) -> dict[str, int]:
         """Bytes of the regions of a backward's workspace; where gates are kept, `strips` has what strips have one after
         the other."""
+        if not self.no_lists:
+            counts, names = self.counts(self.list_tiles), ("listed", *(("key_sums",) if "index_k" in self.wrt else ()))
+            regions = self.gradient_regions.only(names).sizes(counts)
+            return {**INDEXER_ROW_REGIONS.only((*ROW_REGIONS, "row_stats")).sizes(counts), **regions}
         counts = self.counts(max((strip.tiles for strip in self.strips), default=0))
         if not self.no_gates:
             strips = max((self.strip_bytes(strip.tiles, strip.pairs) for strip in self.strips), default=0)
@@ -484,10 +528,13 @@ class IndexerPlan:
         if self.wrt:
             least, most = (f([strip.tiles * GRID for strip in self.strips], default=0) for f in (min, max))
             rows = f"{least} to {most} rows" if least < most else counted(most, "row")
+            cut = f"{counted(len(self.strips), 'strip')} of {rows}, shares for {counted(self.shares, 'block')}"
+            gates = f"gates are not kept: {self.no_gates}" if self.no_gates else "gates are kept"
+            if not self.no_lists:
+                cut, gates = f"lists of {self.list_keys} keys", "keys of lists are gathered, as scores left gradients"
             lines += [
-                f"  backward to {', '.join(self.wrt)}, {self.backward_bytes / 2**20:.1f} MiB of workspace, "
-                f"{counted(len(self.strips), 'strip')} of {rows}, shares for {counted(self.shares, 'block')}",
-                f"    gates are not kept: {self.no_gates}" if self.no_gates else "    gates are kept",
+                f"  backward to {', '.join(self.wrt)}, {self.backward_bytes / 2**20:.1f} MiB of workspace, {cut}",
+                f"    {gates}",
                 *(f"    {kernel}" for kernel in self.backward),
             ]
         return "\n".join(lines)

@@ -176,7 +176,22 @@ def _backward(plan: IndexerPlan) -> Iterator[Step | Clear]:
             "out_k": Array("index_k", "BJND", "outputs"),
         },
     )
-    yield from (_strips if plan.no_gates else _gated_strips)(plan, fields, rows, room)
+    gradients = _lists if not plan.no_lists else _strips if plan.no_gates else _gated_strips
+    yield from gradients(plan, fields, rows, room)
+
+
+def _lists(plan: IndexerPlan, fields: Fields, rows: Fields, room: Mapping[str, Place]) -> Iterator[Step | Clear]:
+    """Some rows at a time: the gradients of the logits of keys that ids name, then all that multiplies by them."""
+    p, n, by_key = plan.problem, plan.sizes, "index_k" in plan.wrt
+    if by_key:
+        yield Clear(room["key_sums"])
+    for tiles in _row_tiles(plan, plan.list_tiles):
+        here = fields | (yield from _bits(plan, rows, room, tiles))
+        yield Step(plan.score("list").text, plan.score_grid("list", len(tiles), 1), here)
+        grid = plan.listed.kernel.grid(len(tiles) * GRID * p["B"] * p.groups, plan.facts)
+        yield Step(plan.listed.text, grid, here)
+    if by_key:
+        yield Step(plan.key_sum, indexer_sum.grid(p["N"] * n["D"], p["B"] * n["J"]), fields)
 
 
 def _of_strip(plan: IndexerPlan, strip: Strip, fields: Fields, rows: Fields, room: Mapping[str, Place]) -> Shown:

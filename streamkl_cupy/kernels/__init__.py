@@ -22,8 +22,10 @@ from . import (
     gradient_sm90,
     indexer_gated_key_sm90,
     indexer_gated_query_sm90,
+    indexer_gathered_sm90,
     indexer_key_sm80,
     indexer_key_sm90,
+    indexer_listed_sm90,
     indexer_query_sm80,
     indexer_query_sm90,
     indexer_score_sm80,
@@ -41,9 +43,15 @@ KERNELS: dict[str, tuple[Candidate[Any, Any], ...]] = {
     "attention": (attention_sm90.KERNEL, attention_sm80.KERNEL),
     "attention_gradient": (attention_gradient_sm90.KERNEL, attention_gradient_sm80.KERNEL),
     "attention_fused": (attention_fused_sm90.KERNEL,),
-    "indexer_score": (indexer_stream_sm90.KERNEL, indexer_score_sm90.KERNEL, indexer_score_sm80.KERNEL),
+    "indexer_score": (
+        indexer_gathered_sm90.KERNEL,
+        indexer_stream_sm90.KERNEL,
+        indexer_score_sm90.KERNEL,
+        indexer_score_sm80.KERNEL,
+    ),
     "indexer_query": (indexer_gated_query_sm90.KERNEL, indexer_query_sm90.KERNEL, indexer_query_sm80.KERNEL),
     "indexer_key": (indexer_gated_key_sm90.KERNEL, indexer_key_sm90.KERNEL, indexer_key_sm80.KERNEL),
+    "indexer_listed": (indexer_listed_sm90.KERNEL,),
 }
 """By kind of task, the most capable first; the last forward and gradients run on every supported GPU."""
 

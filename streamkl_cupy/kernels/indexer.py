@@ -18,7 +18,7 @@ GRID = 64
 """Rows and keys of a tile of the strip."""
 WARPS = 4
 
-Ending = Literal["rows", "strip", "target", "lse"]
+Ending = Literal["rows", "strip", "target", "lse", "list"]
 """What becomes of a tile of scores, in the order of the kernels' numbers."""
 ENDINGS: Final[tuple[Ending, ...]] = get_args(Ending)
 OPERANDS: Final = {
@@ -78,6 +78,10 @@ class IndexerWork(NamedTuple):
     keys: int = 0
     heads: int = 1
     """Of the student, in a group."""
+    teacher_heads: int = 0
+    """The same of the teacher."""
+    chosen: int = 0
+    """Keys that ids name for a row; 0: there are no ids."""
 
 
 class RowCut(NamedTuple):
@@ -170,6 +174,8 @@ class Scores(IndexerKernel[Tile]):
     slots = SLOTS
     streams: ClassVar[bool] = False
     """Whether queries are streamed past keys, which are cut into shares."""
+    gathers: ClassVar[bool] = False
+    """Whether keys that ids name are gathered."""
 
     def row_cut(self, work: IndexerWork, splits: int) -> RowCut:
         """What a forward leaves of each row, where the keys of a row tile go over so many blocks."""

@@ -424,6 +424,13 @@ def indexer_gradients(dim: int) -> Regions:
             Region("kept_flags", "int", 8, "of each warp that multiplies, of which strip they are", axes=("shares",)),
             Region("key_sums", "float", depth, "of the gradient", axes=("key_shares", "B", "J", "N")),
             Region("units", "int", 1, "a strip's work before each key block", axes=("key_block_ends",)),
+            Region(
+                "listed",
+                "float",
+                1,
+                "gradients of logits, of each row those of its keys in their order",
+                axes=("B", "G", "listed_rows", "listed_keys"),
+            ),
             Region("broken", "int", 1, "whether the student's queries and keys hold NaN or infinities", once=True),
         ),
         pitch=INDEXER_LINE,
@@ -476,6 +483,7 @@ INDEXER = Struct(
         Field("strip_number", "int"),
         Field("key_blocks", "int"),
         Field("head_blocks", "int"),
+        _OF_GRADIENTS["listed"],
     ),
     "all that the indexer's kernels read and write",
 )

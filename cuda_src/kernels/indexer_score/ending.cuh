@@ -13,10 +13,10 @@ using TeacherScore = SKL_T_SCORE;
 using StudentScore = SKL_S_SCORE;
 static_assert(TeacherScore::kLinear && StudentScore::kLinear, "plan: what gradients read is had without a slope");
 
-enum Ending { kEndsInRows = 0, kEndsInStrip = 1, kEndsInTarget = 2, kEndsInLse = 3 };
+enum Ending { kEndsInRows = 0, kEndsInStrip = 1, kEndsInTarget = 2, kEndsInLse = 3, kEndsInList = 4 };
 constexpr int kEnding = SKL_ENDING;
 constexpr bool kTeacherIsGiven = SKL_TARGET;
-constexpr bool kHasStudent = kEnding == kEndsInRows || kEnding == kEndsInStrip;
+constexpr bool kHasStudent = kEnding != kEndsInTarget && kEnding != kEndsInLse;
 constexpr bool kGated = SKL_GATED;
 constexpr int kWarpColumns = kColumns / kColumnWarps, kTiles = kWarpColumns / 8;
 constexpr bool kKeepsGates = kTiledStrip && kGated && kEnding == kEndsInStrip;
