@@ -11,7 +11,7 @@
 #include "tile/element.cuh"
 
 using E = Element<SKL_S_ELEMENT>;
-using Packed = Element<kBf16>;
+using Stored = Element<kBf16>;
 
 constexpr bool kWeighted = SKL_WEIGHTED;
 constexpr int kChunks = ceil_div(SKL_S_DIM, 64), kPieces = 8 * kChunks, kTileRows = 64;
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(SKL_THREADS)
             const float2 v = E::widen(words[i]);
             finite = finite && is_finite(v.x) && is_finite(v.y);
             u32 planes[1];
-            Packed::split(v.x * weight, v.y * weight, planes);
+            Stored::split(v.x * weight, v.y * weight, planes);
             found[i] = planes[0];
         }
         const u32 broken =
