@@ -16,7 +16,8 @@
 //   finish(x, n)              the function of it
 // and of what it gives, y:
 //   kWeighs                   whether 2^logit is had without the logit: `weight(y, factor)` is 2^logit(y, n, reference),
-//                             where the factor is `factor_of(n, reference)`
+//                             where the factor is `factor_of(n, reference)`; `by_dot(y, factor, other)` is that weight
+//                             less another one, times the slope
 //   logit(y, n)               the logit in base 2
 //   logit(y, n, reference)    the same less a reference
 //   slope(y, n)               the logit's derivative by the dot product but for the factor; at most 1 for element types

@@ -38,6 +38,10 @@ struct LogDot {
         return exp2_approx(n.offset - reference);
     }
     __device__ static float weight(float y, float factor) { return y * factor; }
+    // The weight less another one, times the slope.
+    __device__ static float by_dot(float y, float factor, float other) {
+        return y > kLeast ? fmaf(-other, reciprocal_approx(y), factor) : 0.f;
+    }
     // 1 / y, and 0 of the least.
     template <class N>
     __device__ static float slope(float y, const N&) {

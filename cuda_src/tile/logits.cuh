@@ -4,19 +4,24 @@
 #include "tile/fragment.cuh"
 #include "tile/turn.cuh"
 
-// 2^logit less a reference, of what scores leave in accumulators. Of most it is had from that difference alone.
+// 2^logit less a reference of a forward, of what scores leave in accumulators. Of most it is had from that difference
+// alone.
 template <class S, bool WEIGHS = S::kWeighs>
 struct WeightsLess {
     template <class N>
     __device__ WeightsLess(const N&, float) {}
     __device__ float operator()(float, float difference) const { return exp2_approx(difference); }
+    __device__ float sum(float x) const { return x; }
 };
 template <class S>
 struct WeightsLess<S, true> {
+    static constexpr float kMost = 1.70141183e+38f;  // 2^127: finite, so that nothing times this is nothing
     float factor;
     template <class N>
-    __device__ WeightsLess(const N& n, float reference) : factor(S::factor_of(n, reference)) {}
+    __device__ WeightsLess(const N& n, float reference) : factor(fminf(S::factor_of(n, reference), kMost)) {}
     __device__ float operator()(float y, float) const { return S::weight(y, factor); }
+    // Of weights: what is there at all is too large beside a reference of before any key.
+    __device__ float sum(float x) const { return factor == kMost && x > 0.f ? infinity() : x; }
 };
 
 // The logits of one row that a lane holds, as a divergence asks for them: each, each less a reference, and 2^ that. S is

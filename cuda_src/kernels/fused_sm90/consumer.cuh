@@ -157,7 +157,7 @@ struct Consumer {
           held(held) {}
 
     __device__ void run() {
-        if (!kPieces && group == 1) pass_turn();
+        if (group == 1) pass_turn();
         for (;;) {
             const WorkItem& item = items.read();
             if (item.head < 0) return;
@@ -231,6 +231,19 @@ private:
             if constexpr (kPieces) {
                 while (at.next_is_full()) step_by_pieces<true>();
                 step_by_pieces<false>();
+            } else if constexpr (kGiven) {
+                for (Scores next;;) {
+                    if (!at.next_is_full()) {
+                        step_ahead<false>(grad_side, next);
+                        break;
+                    }
+                    step_ahead<true>(grad_side, next);
+                    if (!at.next_is_full()) {
+                        step_ahead<false>(next, grad_side);
+                        break;
+                    }
+                    step_ahead<true>(next, grad_side);
+                }
             } else {
                 for (bool second = at.sub > 0;; second = false) {
                     if (!second) {
@@ -350,10 +363,14 @@ private:
 
     template <int SUB>
     __device__ void multiply_grad() {
+        multiply_grad<SUB>(grad_side);
+    }
+    template <int SUB>
+    __device__ void multiply_grad(Scores& scores) {
         wgmma_fence();
         const u64 tile = ring_grad + static_cast<u64>(at_grad.slot * (kGradTileBytes >> 4));
         multiply_rows<GradSide, kRows, GradSide::kChunks>(
-            grad_side, keys_grad + static_cast<u64>(SUB * (kSubRows * 128 >> 4)), tile, 0, 0, held[SUB]);
+            scores, keys_grad + static_cast<u64>(SUB * (kSubRows * 128 >> 4)), tile, 0, 0, held[SUB]);
         wgmma_commit();
     }
     __device__ void score_done(int sub) {
@@ -367,11 +384,12 @@ private:
 
     // Consumers take turns at issuing products: in step with each other they would compute exponentials together and
     // then wait for the matrix unit together.
+    enum : bool { kTurns = !kPieces && !kGiven };
     __device__ void await_turn() const {
-        if constexpr (!kPieces) barrier_sync(kTurn + group, kThreads);
+        if constexpr (kTurns) barrier_sync(kTurn + group, kThreads);
     }
     __device__ void pass_turn() const {
-        if constexpr (!kPieces) barrier_arrive(kTurn + 1 - group, kThreads);
+        if constexpr (kTurns) barrier_arrive(kTurn + 1 - group, kThreads);
     }
 
     __device__ u32 ds_address() const {
@@ -481,6 +499,31 @@ private:
         } else {
             grad_done(slot, 0);
         }
+        fence_accumulators(out[0]);
+    }
+
+    // The same where the score side is given: there are registers for the next scores of the grad side, which are
+    // multiplied meanwhile. Nobody waits for a product but dK += dS^T Q, so there are no turns.
+    template <bool MORE>
+    __device__ void step_ahead(Scores& scores, Scores& next) {
+        const int slot = at_grad.slot;
+        at_grad.advance();
+        const u32 to = ds_address();
+        if constexpr (MORE) {
+            await_grad();
+            multiply_grad<0>(next);
+        }
+        Gradients dx;
+        logit_gradients(dx, to, score_side, scores, shared.stats(slot), scale, Everything{}, numbers);
+        accumulate<0>(dx, to, slot);
+        if constexpr (MORE) {
+            await_score();
+            read_score();
+            score_done(0);
+        }
+        wgmma_wait<0>();
+        grad_done(slot, 0);
+        if constexpr (MORE) fence_accumulators(next);
         fence_accumulators(out[0]);
     }
 
