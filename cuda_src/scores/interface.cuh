@@ -11,7 +11,7 @@
 // Any other says it in steps. Those of the function, which tile/turn.cuh takes for several dots at a time, in place:
 //   prepare(dot, n)           the argument
 //   kKnowsAll                 whether `finish` is for any argument; else the following two are there:
-//   oddness(x), kOdd          `finish` knows it where the oddness is at most kOdd, and NaN
+//   oddness(x), most(n)       `finish` knows it where the oddness is at most that, and NaN
 //   finish_odd(x, n)          the function of any, which takes longer; NaN for NaN, and for what no input has
 //   finish(x, n)              the function of it
 // and of what it gives, y:

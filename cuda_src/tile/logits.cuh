@@ -11,6 +11,8 @@ struct WeightsLess {
     template <class N>
     __device__ WeightsLess(const N&, float) {}
     __device__ float operator()(float, float difference) const { return exp2_approx(difference); }
+    // Of a difference that is more by a logarithm, whose power is the factor.
+    __device__ float times(float, float difference, float) const { return exp2_approx(difference); }
     __device__ float sum(float x) const { return x; }
 };
 template <class S>
@@ -20,6 +22,7 @@ struct WeightsLess<S, true> {
     template <class N>
     __device__ WeightsLess(const N& n, float reference) : factor(fminf(S::factor_of(n, reference), kMost)) {}
     __device__ float operator()(float y, float) const { return S::weight(y, factor); }
+    __device__ float times(float y, float, float more) const { return S::weight(y, factor) * more; }
     // Of weights: what is there at all is too large beside a reference of before any key.
     __device__ float sum(float x) const { return factor == kMost && x > 0.f ? infinity() : x; }
 };

@@ -255,6 +255,7 @@ class _Fused(Hopper[_Row]):
         return {
             **super().constants(work, tile),
             "SKL_PACKED_ROWS": work.packed_rows,
+            "SKL_SHORT_TANH": 1,
             "SKL_PIECES": int(tile.pieces),
             "SKL_KEPT_CHUNKS": kept,
             "SKL_SCORE_STAGES": score_stages,

@@ -384,12 +384,12 @@ private:
 
     // Consumers take turns at issuing products: in step with each other they would compute exponentials together and
     // then wait for the matrix unit together.
-    enum : bool { kTurns = !kPieces && !kGiven };
+    enum : bool { kTakeTurns = !kPieces && !kGiven };
     __device__ void await_turn() const {
-        if constexpr (kTurns) barrier_sync(kTurn + group, kThreads);
+        if constexpr (kTakeTurns) barrier_sync(kTurn + group, kThreads);
     }
     __device__ void pass_turn() const {
-        if constexpr (kTurns) barrier_arrive(kTurn + 1 - group, kThreads);
+        if constexpr (kTakeTurns) barrier_arrive(kTurn + 1 - group, kThreads);
     }
 
     __device__ u32 ds_address() const {
