@@ -23,6 +23,10 @@ struct ScoreCursor<true> {
 // dS^T with g of one consumer thread as operand A, a fragment per 16 queries.
 using Gradients = FragmentA<GradSide::kCode>[kTiles / 2];
 
+// Whether the grad side's next scores are multiplied while logit gradients are computed: where the other side is given
+// there are registers for them, but not beside shares of tiles.
+enum : bool { kAhead = kGiven && !kShared };
+
 // Whether a tile is asked which of its pairs are visible, by the columns and rows of the lane's accumulators.
 template <class Visible>
 constexpr bool kMasks = true;
@@ -231,7 +235,7 @@ private:
             if constexpr (kPieces) {
                 while (at.next_is_full()) step_by_pieces<true>();
                 step_by_pieces<false>();
-            } else if constexpr (kGiven) {
+            } else if constexpr (kAhead) {
                 for (Scores next;;) {
                     if (!at.next_is_full()) {
                         step_ahead<false>(grad_side, next);
@@ -384,7 +388,7 @@ private:
 
     // Consumers take turns at issuing products: in step with each other they would compute exponentials together and
     // then wait for the matrix unit together.
-    enum : bool { kTakeTurns = !kPieces && !kGiven };
+    enum : bool { kTakeTurns = !kPieces && !kAhead };
     __device__ void await_turn() const {
         if constexpr (kTakeTurns) barrier_sync(kTurn + group, kThreads);
     }
@@ -502,8 +506,8 @@ private:
         fence_accumulators(out[0]);
     }
 
-    // The same where the score side is given: there are registers for the next scores of the grad side, which are
-    // multiplied meanwhile. Nobody waits for a product but dK += dS^T Q, so there are no turns.
+    // The same with the next scores of the grad side multiplied meanwhile. Nobody waits for a product but dK += dS^T Q,
+    // so there are no turns.
     template <bool MORE>
     __device__ void step_ahead(Scores& scores, Scores& next) {
         const int slot = at_grad.slot;
