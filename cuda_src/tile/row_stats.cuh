@@ -45,8 +45,8 @@ __device__ inline float weight_of(float y, float reference, Numbers numbers) {
 template <int SIDE>
 __device__ inline float dot_gradient(float t, float s, const RowStats& row, Numbers numbers) {
     if constexpr (kWantsFactor<SIDE>) {
-        const float other = SIDE == kTeacher ? weight_of<kStudent>(s, row.lse_s, numbers)
-                                             : weight_of<kTeacher>(t, row.lse_t, numbers);
+        const float other =
+            SIDE == kTeacher ? weight_of<kStudent>(s, row.lse_s, numbers) : weight_of<kTeacher>(t, row.lse_t, numbers);
         return SIDE == kTeacher ? Score<SIDE>::by_dot(t, row.lse_t, other) : Score<SIDE>::by_dot(s, row.lse_s, other);
     }
     float gradient;
