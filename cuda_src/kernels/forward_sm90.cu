@@ -232,6 +232,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         if constexpr (kGiven) {
             mbarrier_wait(lay.given_full(group, at_given.slot), at_given.parity);
             Teacher::read_rows(t[0], lay.given(group, at_given.slot), strip + Accumulators::first_row(lane));
+            async_fence();  // nothing uses what was read yet: copies must not overtake the reads
             __syncwarp();
             given_read();
         }

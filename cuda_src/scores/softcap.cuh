@@ -1,5 +1,5 @@
 // Logits of another score that are proportional to its scale, softly kept within a cap: cap tanh(logit / cap). The scale
-// of the other one is 1 here; n.inner times what it gives is logit / cap, and n.cap is in base 2.
+// of the other one is 1 here, or -1; n.inner times what it gives is logit / cap, and n.cap is in base 2.
 //
 // Up to n.odd tanh is an odd polynomial, whose coefficients n.p1, n.p3, ... have powers of n.inner in them, and no
 // instruction of the special-function unit, which the exponentials keep busy. Where a few arguments are larger, for those

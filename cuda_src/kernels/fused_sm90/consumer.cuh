@@ -284,6 +284,7 @@ private:
     __device__ void read_score() {
         ScoreSide::read_columns(score_side, shared.score_stage(at_score.index()),
                                 warp_row + Accumulators::first_row(lane));
+        async_fence();  // nothing uses what was read yet: copies must not overtake the reads
         __syncwarp();
     }
     // The same by pieces, done when it returns: each is waited for when it is needed and given back when it has been

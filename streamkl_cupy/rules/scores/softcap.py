@@ -23,7 +23,9 @@ def capped(score: Score, cap: float) -> Score:
     """The score under a cap."""
 
     def numbers(scale: float) -> dict[str, float]:
-        inner = scale / cap
+        # Without its scale another score keeps the sign, unless it is linear: then tanh has it.
+        sign = 1.0 if score.linear else math.copysign(1.0, scale)
+        inner = sign * scale / cap
 
         def scaled(letter: str, coefficients: tuple[float, ...]) -> dict[str, float]:
             return {f"{letter}{2 * i + 1}": c * inner ** (2 * i + 1) for i, c in enumerate(coefficients)}
@@ -32,7 +34,7 @@ def capped(score: Score, cap: float) -> Score:
         # Where float32 does not hold the coefficients, all arguments are taken for large ones.
         held = min(map(abs, polynomials.values())) >= LEAST_FLOAT
         return {
-            **score.numbers(LN2),
+            **score.numbers(sign * LN2),
             **polynomials,
             "inner": inner,
             "odd": LARGEST / abs(inner) if held else 0.0,
