@@ -71,8 +71,6 @@ struct SoftmaxSums {
                 int k = 0;
                 ((terms[k] = TERMS::add(p, q, u, v, terms[k]), ++k), ...);
             }
-            l_t = weigh_t.sum(l_t);
-            l_s = weigh_s.sum(l_s);
         }
         // A NaN fails the comparison and stays a NaN.
         __device__ bool safe() const { return l_t < least(TERMS::largest()...) && l_s < least(TERMS::largest()...); }

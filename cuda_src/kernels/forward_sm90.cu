@@ -3,8 +3,8 @@
 //   block     kRows = kGroups x 64 query rows of one head, or of several that read the same keys (tile/packed_rows.cuh),
 //             resident in shared memory
 //   producer  one thread; streams keys through a ring of kRing pieces, a piece being up to kPieceChunks x 64 columns of
-//             kColumns keys of one side; teacher pieces of a tile first, then student pieces. Of a teacher that is given,
-//             each group gets its rows' numbers through a ring of its own (tile/given_swizzled.cuh)
+//             kColumns keys of one side; teacher pieces of a tile first, then student pieces. Of a teacher that is given
+//             there are boxes of its numbers in place of these, last and for each group its own (tile/given_swizzled.cuh)
 //   consumers kGroups warpgroups, 64 rows each: T and S (64 x 64) in registers, absorbed by the row states; they never
 //             wait for one another
 //
@@ -12,7 +12,6 @@
 //   queries   1 (+ bytes)                      consumers, once
 //   full[i]   1 (+ bytes) by the producer      consumers: piece i has arrived
 //   empty[i]  one per consumer warp            the producer: piece i may be overwritten
-//   the same of a group's ring, whose warps alone use it
 //
 // A warpgroup that sees no key of a tile skips its products; the tiles run from the last key to the first, so that
 // under a mask the partial ones come first.
@@ -40,49 +39,30 @@ constexpr int kRing = SKL_STAGES;
 constexpr int kPieceChunks = SKL_PIECE_CHUNKS;
 constexpr int kPieceBytes = kPieceChunks * kColumns * 128;
 constexpr int kTeacherPieces = ceil_div(Teacher::kChunks, kPieceChunks);
+// Of a teacher that is given, the boxes of each group.
+enum : bool { kGiven = Teacher::kDim == 0 };
+static_assert(!kGiven || kPieceBytes == Teacher::kBoxBytes, "plan: a piece is a box");
 constexpr int kPieces = kTeacherPieces + ceil_div(Student::kChunks, kPieceChunks);
+enum : int { kBoxes = Teacher::boxes(kColumns), kAllPieces = kPieces + kGroups * kBoxes };
 constexpr bool kLong = Teacher::kSteps > kLongDepth;
 constexpr int kFirstHalf = kTeacherPieces / 2;
 constexpr int kQueryBytes = Teacher::bytes(kRows) + Student::bytes(kRows);
 constexpr int kBarrierBytes = 8 * (2 * kRing + 1);
 
-// Of a teacher that is given, each group has a ring of its own, a stage of which has its rows' numbers of a tile.
-#ifndef SKL_GIVEN_STAGES
-#define SKL_GIVEN_STAGES 1
-#endif
-enum : bool { kGiven = Teacher::kDim == 0 };
-enum : int {
-    kBoxes = Teacher::boxes(kColumns),
-    kGivenRing = SKL_GIVEN_STAGES,
-    kGivenBytes = kBoxes * Teacher::kBoxBytes,
-    kAllGivenBytes = kGroups * kGivenRing * kGivenBytes,
-    kGivenBarrierBytes = kGiven ? 16 * kGroups * kGivenRing : 0
-};
-
 static_assert(kWarpTiles == 1 && kColumns == 64, "plan: a consumer warpgroup computes 64 x 64 scores");
-static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes + kAllGivenBytes + kGivenBarrierBytes ==
-                  SKL_SMEM_BYTES,
-              "plan: smem_bytes");
+static_assert(1024 + kQueryBytes + kRing * kPieceBytes + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 using Walk = Cursor<Mask, -1>;
 
-// The queries of a block, its ring of pieces and their barriers, in shared memory; those of a group between and behind
-// these, where there are any.
+// The queries of a block, its ring of pieces and their barriers, in shared memory.
 struct Layout {
     u32 base;
     __device__ u32 teacher_queries() const { return base; }
     __device__ u32 student_queries() const { return base + Teacher::bytes(kRows); }
     __device__ u32 piece(int slot) const { return base + kQueryBytes + slot * kPieceBytes; }
-    __device__ u32 given(int group, int slot) const {
-        return piece(kRing) + (group * kGivenRing + slot) * kGivenBytes;
-    }
-    __device__ u32 full(int slot) const { return piece(kRing) + kAllGivenBytes + 8 * slot; }
+    __device__ u32 full(int slot) const { return piece(kRing) + 8 * slot; }
     __device__ u32 empty(int slot) const { return full(kRing) + 8 * slot; }
     __device__ u32 queries_here() const { return empty(kRing); }
-    __device__ u32 given_full(int group, int slot) const {
-        return queries_here() + 8 + 16 * (group * kGivenRing + slot);
-    }
-    __device__ u32 given_empty(int group, int slot) const { return given_full(group, slot) + 8; }
 };
 
 // One thread: the block's queries, and tile by tile the pieces of keys, or of what is given in their place.
@@ -95,7 +75,6 @@ __device__ inline void produce(const HopperForwardArgs& all, const Layout& lay, 
     load_chunks<kRows>(lay.student_queries(), all.student_q, lay.queries_here(), 0, Student::kChunks,
                        segment.first_query + first_row, block.head, block.batch);
     const int head_t = block.head / args.n.teacher_group, head_s = block.head / args.n.student_group;
-    RingCursor<kGivenRing> at_given;
     for (; walk.more(); walk.next()) {
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
@@ -110,14 +89,16 @@ __device__ inline void produce(const HopperForwardArgs& all, const Layout& lay, 
             at.advance();
         }
         if constexpr (kGiven) {
-            for (int g = 0; g < kGroups; ++g) {
-                mbarrier_wait(lay.given_empty(g, at_given.slot), at_given.parity ^ 1);
-                mbarrier_expect(lay.given_full(g, at_given.slot), kGivenBytes);
-                load_boxes<Teacher>(lay.given(g, at_given.slot), all.teacher_q, lay.given_full(g, at_given.slot),
-                                    kBoxes, segment.first_query + first_row + 64 * g, segment.first_key + walk.row(),
-                                    args.in.teacher_q, block.head, block.batch);
-            }
-            at_given.advance();
+            for (int g = 0; g < kGroups; ++g)
+                for (int box = 0; box < kBoxes; ++box) {
+                    mbarrier_wait(lay.empty(at.slot), at.parity ^ 1);
+                    mbarrier_expect(lay.full(at.slot), Teacher::kBoxBytes);
+                    load_boxes<Teacher>(lay.piece(at.slot), all.teacher_q, lay.full(at.slot), 1,
+                                        segment.first_query + first_row + 64 * g,
+                                        segment.first_key + walk.row() + box * Teacher::kBoxKeys,
+                                        args.in.teacher_q.head == 0 ? 0 : block.head, block.batch);
+                    at.advance();
+                }
         }
     }
 }
@@ -149,10 +130,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             mbarrier_init(lay.empty(i), kWarps * kArrivals);
         }
         mbarrier_init(lay.queries_here(), 1);
-        for (int i = 0; kGiven && i < kGroups * kGivenRing; ++i) {
-            mbarrier_init(lay.given_full(0, i), 1);
-            mbarrier_init(lay.given_empty(0, i), 4 * kArrivals);
-        }
         mbarrier_publish();
     }
     __syncthreads();
@@ -183,11 +160,6 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
               q_s = swizzled_descriptor(lay.student_queries() + group * 64 * 128);
     const u64 ring_start = swizzled_descriptor(lay.piece(0));
     const auto release = [&lay](int slot) { warp_arrive(lay.empty(slot)); };
-    RingCursor<kGivenRing> at_given;
-    const auto given_read = [&lay, &at_given, group] {
-        warp_arrive(lay.given_empty(group, at_given.slot));
-        at_given.advance();
-    };
     mbarrier_wait(lay.queries_here(), 0);
     HeldRows<SKL_HELD_STEPS> held;
     held.load<kRows>(lay.teacher_queries(), 16 * (threadIdx.x / 32));
@@ -196,14 +168,10 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
         const int key = walk.row();
         if (group_row >= segment.queries || key >= mine.end || key + kColumns <= mine.begin ||
             (Mask::kListed && !walk.any_visible(group_row, group_end))) {
-            for (int p = 0; p < kPieces; ++p) {
+            for (int p = 0; p < kAllPieces; ++p) {
                 warp_wait(lay.full(at.slot), at.parity);  // or two arrivals could fall into one phase
                 release(at.slot);
                 at.advance();
-            }
-            if constexpr (kGiven) {
-                warp_wait(lay.given_full(group, at_given.slot), at_given.parity);
-                given_read();
             }
             continue;
         }
@@ -230,11 +198,17 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, SKL_MIN_BLOCKS)
             at.advance();
         }
         if constexpr (kGiven) {
-            mbarrier_wait(lay.given_full(group, at_given.slot), at_given.parity);
-            Teacher::read_rows(t[0], lay.given(group, at_given.slot), strip + Accumulators::first_row(lane));
-            async_fence();  // nothing uses what was read yet: copies must not overtake the reads
-            __syncwarp();
-            given_read();
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+                for (int box = 0; box < kBoxes; ++box) {
+                    warp_wait(lay.full(at.slot), at.parity);
+                    if (g == group)
+                        Teacher::read_rows(t[0], box, lay.piece(at.slot), strip + Accumulators::first_row(lane));
+                    __syncwarp();
+                    release(at.slot);
+                    at.advance();
+                }
         }
         wgmma_wait<0>();
         fence_accumulators(t[0]);

@@ -14,20 +14,6 @@ __device__ inline float log2_approx(float x) {
     return y;
 }
 
-// x times y, a subnormal of either taken for 0.
-__device__ inline float multiply_normal(float x, float y) {
-    float z;
-    asm("mul.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-
-// The larger one; NaN where either is.
-__device__ inline float max_or_nan(float x, float y) {
-    float z;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-
 __device__ inline float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

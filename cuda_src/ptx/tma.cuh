@@ -16,18 +16,6 @@ __device__ inline void tma_load(u32 shared, const TensorMap& map, u32 barrier, i
         : "memory");
 }
 
-// The same of what nobody reads again: the L2 cache gives it up before anything else.
-__device__ inline void tma_load_once(u32 shared, const TensorMap& map, u32 barrier, int column, int row, int head,
-                                     int batch) {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
-        "{%3, %4, %5, %6}], [%2], %7;" ::"r"(shared),
-        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
-        : "memory");
-}
-
 // The same into every block of the cluster that the mask names, to where it would go in this one; each block's own
 // barrier counts the bytes.
 __device__ inline void tma_load_to_cluster(u32 shared, const TensorMap& map, u32 barrier, int column, int row, int head,

@@ -13,36 +13,33 @@ struct Given {
     __device__ static float prepare(float x, const N&) {
         return x;
     }
+
+protected:
+    // A NaN fails the comparison and stays one.
+    __device__ static float logarithm(float y) { return y < kMasked ? (SKL_ZEROS ? kMasked : -infinity()) : y; }
 };
 
 // What is kept is the probability: its logarithm is wanted once at most, and it is the weight but for a factor.
 struct Probability : Given {
     enum : bool { kWeighs = true };
+    static constexpr float kLeast = 1.17549435e-38f;  // 2^-126, below which the logarithm is that of 0
     template <class N>
     __device__ static float finish(float x, const N&) {
         return x;
     }
     template <class N>
     __device__ static float logit(float y, const N&) {
-        return logarithm(y + y) - 1.f;  // not as below: the compiler would keep these for later
+        return logarithm(log2_approx(y + y) - 1.f);  // not as below: the compiler would keep these for later
     }
     template <class N>
     __device__ static float logit(float y, const N&, float reference) {
-        return logarithm(y) - reference;
+        return logarithm(log2_approx(y)) - reference;
     }
     template <class N>
     __device__ static float factor_of(const N&, float reference) {
         return exp2_approx(-reference);
     }
-    // Below 2^-126 that of 0, as the logarithm.
-    __device__ static float weight(float y, float factor) { return multiply_normal(y, factor); }
-    __device__ static float by_dot(float, float, float);  // nobody differentiates by what is given
-
-private:
-    __device__ static float logarithm(float y) {
-        const float l = log2_approx(y);
-        return SKL_ZEROS ? max_or_nan(l, kMasked) : l;
-    }
+    __device__ static float weight(float y, float factor) { return y * (y >= kLeast ? factor : 0.f); }
 };
 
 struct LogProbability : Given {
@@ -57,7 +54,6 @@ struct LogProbability : Given {
     }
     template <class N>
     __device__ static float finish(float x, const N& n) {
-        const float y = x * n.scale;
-        return y < kMasked ? (SKL_ZEROS ? kMasked : -infinity()) : y;  // a NaN fails the comparison and stays one
+        return logarithm(x * n.scale);
     }
 };

@@ -20,19 +20,18 @@ struct SwizzledTile<CODE, 0> {
         return boxes + byte / 128 * kBoxBytes + query * 128 + (byte % 128 ^ (query & 7) << 4);
     }
 
-    // The boxes of 64 queries, for accumulators whose rows are these; `query` is the lane's first.
+    // A box, for accumulators whose rows are queries and of which it has all; `query` is the lane's first.
     template <int TILES>
-    __device__ static void read_rows(float (&x)[TILES][4], u32 at, int query) {
+    __device__ static void read_rows(float (&x)[TILES][4], int box, u32 at, int query) {
         const u32 first = place(at, query, Accumulators::first_column(lane_id()));
 #pragma unroll
-        for (int n = 0; n < TILES; ++n)
+        for (int n = 0; n < kBoxKeys / 8; ++n)
 #pragma unroll
             for (int half = 0; half < Accumulators::kRows; ++half) {
-                const int byte = 8 * n * E::kBytes;
-                const float2 two =
-                    pair((first ^ byte % 128) + byte / 128 * kBoxBytes + Accumulators::below(half) * 128);
-                x[n][Accumulators::element(half, 0)] = two.x;
-                x[n][Accumulators::element(half, 1)] = two.y;
+                const float2 two = pair((first ^ 8 * n * E::kBytes) + Accumulators::below(half) * 128);
+                float (&to)[4] = x[box * (kBoxKeys / 8) + n];
+                to[Accumulators::element(half, 0)] = two.x;
+                to[Accumulators::element(half, 1)] = two.y;
             }
     }
     // All boxes of a tile, for accumulators whose columns are its 64 queries; `key` is the lane's first.

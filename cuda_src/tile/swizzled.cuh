@@ -28,18 +28,12 @@ struct SwizzledTile {
     __device__ static void read_columns(Args&&...) {}
 };
 
-// Boxes of 64 queries and 128 bytes of keys, from a pair on, announced on the barrier by the caller. `numbers` says
-// whether heads have their own, which are read once then.
+// Boxes of 64 queries and 128 bytes of keys, from a pair on, announced on the barrier by the caller.
 template <class Side>
 __device__ inline void load_boxes(u32 shared, const TensorMap& map, u32 barrier, int boxes, int query, int key,
-                                  const Tensor4& numbers, int head, int batch) {
-    for (int i = 0; i < boxes; ++i) {
-        const u32 to = shared + i * Side::kBoxBytes;
-        if (numbers.head == 0)
-            tma_load(to, map, barrier, key + i * Side::kBoxKeys, query, 0, batch);
-        else
-            tma_load_once(to, map, barrier, key + i * Side::kBoxKeys, query, head, batch);
-    }
+                                  int head, int batch) {
+    for (int i = 0; i < boxes; ++i)
+        tma_load(shared + i * Side::kBoxBytes, map, barrier, key + i * Side::kBoxKeys, query, head, batch);
 }
 
 // Where a lane puts its part of a warp's 16 rows of a tile, `row` the first of them, and one operand A of 16 columns

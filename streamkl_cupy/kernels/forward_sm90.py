@@ -4,7 +4,7 @@ Shared memory, bytes (`sm90.py`), with 64 keys to a tile:
 
     1024 + rows * (chunks(D_t) + chunks(D_s)) * 128 + stages * piece_chunks * 8192 + barriers
 
-A teacher that is given has no rows there, but rings of `given_stages` tiles of its numbers for each 64 rows.
+A teacher that is given has no rows there, and its pieces are boxes of 64 queries x 128 bytes of keys.
 
 Registers: a consumer thread holds 64 scores (32 of each side) and its row states, and 4 for each step of resident rows
 that it holds; the producer needs few. 128 * (groups * consumer + producer) must fit.
@@ -18,7 +18,7 @@ from ..rules.masks import parts_of
 from .base import TileRow, Work
 from .combine import splits_of_last_rows
 from .gpus import DeviceFacts
-from .sm90 import ALIGNMENT, COLUMNS, Hopper, given_bytes, held_steps, packed_rows, row_bytes
+from .sm90 import ALIGNMENT, COLUMNS, Hopper, held_steps, packed_rows, row_bytes
 from .structs import Regions, split_states
 
 
@@ -28,8 +28,6 @@ class _Row(TileRow):
     """Steps of 16 columns of the teacher's queries that are kept in registers."""
     piece_chunks: int = 1
     """Chunks of 64 columns that are copied at a time."""
-    given_stages: int = 0
-    """Of a teacher that is given, tiles in flight."""
     two_holes: bool = True
     """Whether there are registers for a mask with holes of keys and of rows."""
 
@@ -79,29 +77,10 @@ _TABLE = (
     _Row(4, 1, COLUMNS, 12, 1, 576, "the widest sides"),
 )
 
-# Beside a teacher that is given.
+# Beside a teacher that is given; a piece is a box of its numbers.
 _GIVEN = (
-    *(
-        _Row(16, 1, COLUMNS, 6, 1, 64, "numbers of several tiles in flight", given_stages=stages, two_holes=False)
-        for stages in (4, 2)
-    ),
-    *(
-        _Row(
-            16,
-            1,
-            COLUMNS,
-            stages,
-            1,
-            128,
-            "the same, as many as there is room for",
-            piece_chunks=2,
-            given_stages=given_stages,
-            two_holes=False,
-        )
-        for stages, given_stages in ((4, 3), (2, 2))
-    ),
-    _Row(8, 1, COLUMNS, 4, 1, 128, "few rows in all: twice the blocks", piece_chunks=2, given_stages=3),
-    _Row(8, 1, COLUMNS, 4, 1, 256, "the same, for long rows", piece_chunks=2, given_stages=2),
+    _Row(16, 1, COLUMNS, 20, 1, 128, "two tiles of numbers in flight", two_holes=False),
+    _Row(8, 1, COLUMNS, 18, 1, 256, "few rows in all: twice the blocks"),
 )
 
 # (consumer, producer) registers per thread by (consumer warpgroups, blocks per multiprocessor).
@@ -139,8 +118,7 @@ class _Forward(Hopper[_Row]):
 
     def smem_bytes(self, work: Work, tile: _Row) -> int:
         pieces = tile.stages * tile.piece_chunks * COLUMNS * 128
-        given = tile.given_stages * (given_bytes(work, COLUMNS) + 16) * tile.warps // 4
-        return ALIGNMENT + tile.rows * row_bytes(work) + pieces + 8 * (2 * tile.stages + 1) + given
+        return ALIGNMENT + tile.rows * row_bytes(work) + pieces + 8 * (2 * tile.stages + 1)
 
     def constants(self, work: Work, tile: _Row) -> dict[str, int]:
         registers = _TWO_HOLES_REGISTERS if _two_holes(work) else _REGISTERS
@@ -148,7 +126,6 @@ class _Forward(Hopper[_Row]):
         return {
             **super().constants(work, tile),
             "SKL_PACKED_ROWS": work.packed_rows,
-            **({"SKL_GIVEN_STAGES": tile.given_stages} if work.given else {}),
             "SKL_PIECE_CHUNKS": tile.piece_chunks,
             "SKL_HELD_STEPS": held_steps(work, tile.held),
             "SKL_MIN_BLOCKS": tile.min_blocks,

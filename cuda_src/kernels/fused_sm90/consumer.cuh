@@ -23,10 +23,6 @@ struct ScoreCursor<true> {
 // dS^T with g of one consumer thread as operand A, a fragment per 16 queries.
 using Gradients = FragmentA<GradSide::kCode>[kTiles / 2];
 
-// Whether the grad side's next scores are multiplied while logit gradients are computed: where the other side is given
-// there are registers for them, but not beside shares of tiles.
-enum : bool { kAhead = kGiven && !kShared };
-
 // Whether a tile is asked which of its pairs are visible, by the columns and rows of the lane's accumulators.
 template <class Visible>
 constexpr bool kMasks = true;
@@ -161,7 +157,7 @@ struct Consumer {
           held(held) {}
 
     __device__ void run() {
-        if (group == 1) pass_turn();
+        if (!kPieces && group == 1) pass_turn();
         for (;;) {
             const WorkItem& item = items.read();
             if (item.head < 0) return;
@@ -235,19 +231,6 @@ private:
             if constexpr (kPieces) {
                 while (at.next_is_full()) step_by_pieces<true>();
                 step_by_pieces<false>();
-            } else if constexpr (kAhead) {
-                for (Scores next;;) {
-                    if (!at.next_is_full()) {
-                        step_ahead<false>(grad_side, next);
-                        break;
-                    }
-                    step_ahead<true>(grad_side, next);
-                    if (!at.next_is_full()) {
-                        step_ahead<false>(next, grad_side);
-                        break;
-                    }
-                    step_ahead<true>(next, grad_side);
-                }
             } else {
                 for (bool second = at.sub > 0;; second = false) {
                     if (!second) {
@@ -284,7 +267,6 @@ private:
     __device__ void read_score() {
         ScoreSide::read_columns(score_side, shared.score_stage(at_score.index()),
                                 warp_row + Accumulators::first_row(lane));
-        async_fence();  // nothing uses what was read yet: copies must not overtake the reads
         __syncwarp();
     }
     // The same by pieces, done when it returns: each is waited for when it is needed and given back when it has been
@@ -368,14 +350,10 @@ private:
 
     template <int SUB>
     __device__ void multiply_grad() {
-        multiply_grad<SUB>(grad_side);
-    }
-    template <int SUB>
-    __device__ void multiply_grad(Scores& scores) {
         wgmma_fence();
         const u64 tile = ring_grad + static_cast<u64>(at_grad.slot * (kGradTileBytes >> 4));
         multiply_rows<GradSide, kRows, GradSide::kChunks>(
-            scores, keys_grad + static_cast<u64>(SUB * (kSubRows * 128 >> 4)), tile, 0, 0, held[SUB]);
+            grad_side, keys_grad + static_cast<u64>(SUB * (kSubRows * 128 >> 4)), tile, 0, 0, held[SUB]);
         wgmma_commit();
     }
     __device__ void score_done(int sub) {
@@ -389,12 +367,11 @@ private:
 
     // Consumers take turns at issuing products: in step with each other they would compute exponentials together and
     // then wait for the matrix unit together.
-    enum : bool { kTakeTurns = !kPieces && !kAhead };
     __device__ void await_turn() const {
-        if constexpr (kTakeTurns) barrier_sync(kTurn + group, kThreads);
+        if constexpr (!kPieces) barrier_sync(kTurn + group, kThreads);
     }
     __device__ void pass_turn() const {
-        if constexpr (kTakeTurns) barrier_arrive(kTurn + 1 - group, kThreads);
+        if constexpr (!kPieces) barrier_arrive(kTurn + 1 - group, kThreads);
     }
 
     __device__ u32 ds_address() const {
@@ -504,31 +481,6 @@ private:
         } else {
             grad_done(slot, 0);
         }
-        fence_accumulators(out[0]);
-    }
-
-    // The same with the next scores of the grad side multiplied meanwhile. Nobody waits for a product but dK += dS^T Q,
-    // so there are no turns.
-    template <bool MORE>
-    __device__ void step_ahead(Scores& scores, Scores& next) {
-        const int slot = at_grad.slot;
-        at_grad.advance();
-        const u32 to = ds_address();
-        if constexpr (MORE) {
-            await_grad();
-            multiply_grad<0>(next);
-        }
-        Gradients dx;
-        logit_gradients(dx, to, score_side, scores, shared.stats(slot), scale, Everything{}, numbers);
-        accumulate<0>(dx, to, slot);
-        if constexpr (MORE) {
-            await_score();
-            read_score();
-            score_done(0);
-        }
-        wgmma_wait<0>();
-        grad_done(slot, 0);
-        if constexpr (MORE) fence_accumulators(next);
         fence_accumulators(out[0]);
     }
 

@@ -159,7 +159,7 @@ private:
             mbarrier_expect(here, kScoreStageBytes);
             load_boxes<ScoreSide>(shared.score_stage(at_score.slot), map, here, kBoxes, query,
                                   item.segment.first_key + item.block.tile * kRows,
-                                  numbers, first_head(item), item.block.batch);
+                                  numbers.head == 0 ? 0 : first_head(item), item.block.batch);
         }
         at_score.advance();
     }
