@@ -26,7 +26,7 @@
 //   struct LogitGradient<side> derivative of a row's value by one logit, up to a constant:
 //     kFactor                  that constant
 //     kNeedsValue              whether the row's value is read
-//     kOfWeights               whether P and Q say all: then there is `weigh(p, q)` too
+//     kOfWeights               whether it is the side's own weight less the other one: then there is `weigh(p, q)` too
 //     evaluate(x, y, value)    from x = log2 P, y = log2 Q of the key and the row's value in base 2
 //     prepare(row, moments)    where there are moments: makes of the row's statistics those that are read as lse_t,
 //                              lse_s, weight and value of the row, in nats (kernels/saved_rows.cu)

@@ -1,13 +1,14 @@
 // beta KL(P || M) + (1 - beta) KL(Q || M), M = beta P + (1 - beta) Q, P = softmax of the teacher's logits, Q of the
 // student's; with smoothing s, of (1 - s) P + s / n and (1 - s) Q + s / n over the n keys that the row sees.
 //
-// Two passes: the log-sum-exps, and then a sum over keys that nothing rescales. In base 2 with x = log2 P, y = log2 Q
-// and d = y - x the logarithms are of numbers between beta and 1 (1 - beta and 1):
-//     log2(P / M) = -log2(beta + (1 - beta) 2^d)     log2(Q / M) = log2(P / M) + d
-// and the other way round where d > 0, so nothing is clamped. Smoothed, P and Q stand for n P + c and n Q + c,
-// c = s / (1 - s), and the logarithms are of their ratio. The first pass leaves n and of both sides the reference and
-// log2 of the sum: added up they would be rounded at the size of logits. Moments of the second are a = sum P log2(P /
-// M), sum Q log2(Q / M) and n.
+// Two passes: the log-sum-exps, and then a sum over keys that nothing rescales. In base 2 with x = log2 P, y = log2 Q:
+//     log2(P / M) = x - log2 M = -log2(beta + (1 - beta) 2^(y - x))
+// Sums take the first form, whose logarithms are of P l_t and Q l_t, l_t the teacher's sum beside its reference: what
+// counts is not far from 1. Gradients, which have no reference, take the second, and more than 2^120 as that: such a
+// side's own weight is nothing then. Smoothed, P and Q stand for n P + c and n Q + c, c = s / (1 - s), and the
+// logarithms are of their ratio. The first pass leaves n and of both sides the reference and log2 of the sum: added up
+// they would be rounded at the size of logits. Moments of the second are a = sum P log2(P / M), sum Q log2(Q / M) and
+// n.
 //
 // By a logit of P: beta (1 - s) P_j (log(P_j / M_j) - a).
 #pragma once
@@ -21,15 +22,14 @@ __device__ constexpr float beta() { return SKL_JSD_BETA; }
 __device__ constexpr float smoothing() { return SKL_SMOOTHING; }
 __device__ constexpr float floor_mass() { return smoothing() / (1.f - smoothing()); }  // c
 
-// log2(P / M) and log2(Q / M).
+// log2(M / P), M = part P + (1 - part) Q, from log2 P and log2 Q.
+__device__ inline float log_of_mixture(float part, float log_p, float log_q) {
+    return log2_approx(fmaf(1.f - part, exp2_approx(fminf(log_q - log_p, 120.f)), part));
+}
+
+// log2(P / M) and log2(Q / M), smoothed.
 struct LogRatios {
     float p, q;
-    // From d.
-    __device__ static LogRatios of(float d) {
-        const float e = exp2_approx(-fabsf(d));
-        const float mean = log2_approx(d > 0.f ? fmaf(beta(), e, 1.f - beta()) : fmaf(1.f - beta(), e, beta()));
-        return {-mean - fmaxf(d, 0.f), fminf(d, 0.f) - mean};
-    }
     // From n P + c and n Q + c.
     __device__ static LogRatios of_smoothed(float p, float q) {
         return {-log2_approx(fmaf(1.f - beta(), q * reciprocal_approx(p), beta())),
@@ -65,12 +65,13 @@ struct LogSumExps : RowSums<VisibleKeys> {
     }
 };
 
-// Sums of the second pass, times l_t and l_s.
+// Sums of the second pass, times l_t; smoothed, the student's times l_s.
 struct MixtureSums {
     enum : int { kMoments = 5 };
     enum : bool { kResumes = true };
+    static constexpr float kLeast = 1e-37f;  // of a mixture, whose logarithm is finite then
     float r_t, r_s;
-    float a, b;                  // log2(l_t / l_s) and nothing; smoothed, n / l_t and n / l_s
+    float a, b;                  // log2(l_t / l_s) and l_t / l_s; smoothed, n / l_t and n / l_s
     float of_t, of_s, smoothed;  // sum P log2(P / M), sum Q log2(Q / M), and the value's where it is not made of these
 
     __device__ void start() { r_t = r_s = a = b = of_t = of_s = smoothed = 0.f; }
@@ -84,6 +85,7 @@ struct MixtureSums {
             b = empty ? 0.f : moments[kKeys] * exp2_approx(-log_s);
         } else {
             a = empty ? 0.f : log_t - log_s;
+            b = exp2_approx(a);
         }
     }
 
@@ -97,17 +99,20 @@ struct MixtureSums {
 #pragma unroll
             for (int i = 0; i < T::kCount; ++i) {
                 const float u = t[r].less(i, rows[r].r_t), v = s[r].less(i, rows[r].r_s);
-                const float p = weigh_t(t[r].dots[i], u), q = weigh_s(s[r].dots[i], v);
+                const float p = weigh_t(t[r].dots[i], u);
                 if constexpr (smoothing() > 0.f) {
+                    const float q = weigh_s(s[r].dots[i], v);
                     const float more_p = fmaf(rows[r].a, p, floor_mass()), more_q = fmaf(rows[r].b, q, floor_mass());
                     const LogRatios ratios = LogRatios::of_smoothed(more_p, more_q);
                     of_t = fmaf(fmaf(u, 0.f, p), ratios.p, of_t);  // an infinite logit must not be silent
                     of_s = fmaf(fmaf(v, 0.f, q), ratios.q, of_s);
                     smoothed = fmaf(beta() * more_p, ratios.p, fmaf((1.f - beta()) * more_q, ratios.q, smoothed));
                 } else {
-                    const LogRatios ratios = LogRatios::of((v - u) + rows[r].a);
-                    of_t = fmaf(p, ratios.p, of_t);
-                    of_s = fmaf(q, ratios.q, of_s);
+                    // Of Q l_t, and that.
+                    const float y = v + rows[r].a, q = weigh_s.times(s[r].dots[i], y, rows[r].b);
+                    const float m = log2_approx(fmaf(beta(), p, fmaf(1.f - beta(), q, kLeast)));
+                    of_t = fmaf(p, u - m, of_t);
+                    of_s = fmaf(q, y - m, of_s);
                 }
             }
             rows[r].of_t += of_t;
@@ -147,7 +152,7 @@ struct MixtureSums {
     __device__ void finish(float& value, float* moments) const {
         const bool empty = moments[kLogTeacher] == -infinity();
         const float teacher = empty ? 0.f : of_t * exp2_approx(-moments[kLogTeacher]);
-        const float student = empty ? 0.f : of_s * exp2_approx(-moments[kLogStudent]);
+        const float student = empty ? 0.f : of_s * exp2_approx(-moments[smoothing() > 0.f ? kLogStudent : kLogTeacher]);
         if constexpr (smoothing() > 0.f)
             value = empty ? 0.f : kLn2 * (1.f - smoothing()) * smoothed / moments[kKeys];
         else
@@ -180,8 +185,8 @@ struct LogitGradient {
             const LogRatios ratios = LogRatios::of_smoothed(p + floor_mass(), q + floor_mass());
             return SIDE == kTeacher ? p * (ratios.p - value) : q * (ratios.q - value);
         } else {
-            const LogRatios ratios = LogRatios::of(y - x);
-            return SIDE == kTeacher ? exp2_approx(x) * (ratios.p - value) : exp2_approx(y) * (ratios.q - value);
+            return SIDE == kTeacher ? exp2_approx(x) * (-log_of_mixture(beta(), x, y) - value)
+                                    : exp2_approx(y) * (-log_of_mixture(1.f - beta(), y, x) - value);
         }
     }
     // P log2(P / M) is above -1, and log2(P / M) at most log2(1 / beta).

@@ -72,6 +72,8 @@ __device__ inline void logit_gradients(Strip<kTiles>& t, Strip<kTiles>& s,
                 Logit::kNeedsValue ? shared_float2(vectors + 4 * (3 * kColumns + column)) : make_float2(0.f, 0.f);
             streamed[0] = {kLog2e * lse_t.x, kLog2e * lse_s.x, scale * g.x, kLog2e * value.x};
             streamed[1] = {kLog2e * lse_t.y, kLog2e * lse_s.y, scale * g.y, kLog2e * value.y};
+            turn_references(streamed[0], numbers);
+            turn_references(streamed[1], numbers);
         }
 #pragma unroll
         for (int m = 0; m < kWarpTiles; ++m) {
@@ -283,6 +285,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
                     if constexpr (Score<kSide>::kLinear)
                         lse = -Score<kSide>::logit(common.times(grad_rows, r), numbers.of<kSide>(), lse);
                 }
+        }
+        if constexpr (kRowsAreQueries) {
+#pragma unroll
+            for (int m = 0; m < kWarpTiles; ++m)
+#pragma unroll
+                for (int half = 0; half < Accumulators::kRows; ++half) turn_references(stats[m][half], numbers);
         }
         const auto leave_common = [&common, &stage](int i) { common.template leave<kColumns>(stage(i).grad()); };
         for (int i = 0; at.more(); ++i, at.next()) {

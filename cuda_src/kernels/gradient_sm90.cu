@@ -256,6 +256,7 @@ __device__ inline void produce(const HopperGradientArgs& all, const Task& task, 
                 for (int i = 0; i < kStatsPerLane; ++i) {
                     if (kColumns % 32 > 0 && lane + 32 * i >= kColumns) continue;
                     if constexpr (kNarrow) x[i].weight *= scale;
+                    turn_references(x[i], {args.teacher_numbers, args.student_numbers});
                     Stats::write(stats, lane + 32 * i, x[i]);
                 }
             }
@@ -372,6 +373,7 @@ struct Consumer {
                                              row() + Accumulators::below(half));
                 if constexpr (kNarrow)
                     stats[half].weight = power_of_two(kTopExponent - 1 - exponent_of(Logit::bound(stats[half].value)));
+                turn_references(stats[half], {args.teacher_numbers, args.student_numbers});
             }
         }
 #pragma unroll

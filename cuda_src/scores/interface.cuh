@@ -12,12 +12,13 @@
 // Any other says it in steps. Those of the function, which tile/turn.cuh takes for several dots at a time, in place:
 //   prepare(dot, n)           the argument
 //   kKnowsAll                 whether `finish` is for any argument; else the following two are there:
-//   oddness(x), kOdd          `finish` knows it where the oddness is at most kOdd, and NaN
+//   oddness(x), most(n)       `finish` knows it where the oddness is at most that, and NaN
 //   finish_odd(x, n)          the function of any, which takes longer; NaN for NaN, and for what no input has
 //   finish(x, n)              the function of it
 // and of what it gives, y:
 //   kWeighs                   whether 2^logit is had without the logit: `weight(y, factor)` is 2^logit(y, n,
-//                             reference), where the factor is `factor_of(n, reference)`
+//                             reference), where the factor is `factor_of(n, reference)`; `by_dot(y, factor, other)` is
+//                             that weight less another one, times the slope
 //   logit(y, n)               the logit in base 2
 //   logit(y, n, reference)    the same less a reference
 //   slope(y, n)               the logit's derivative by the dot product but for the factor; at most 1 for element types

@@ -14,16 +14,10 @@ struct LogDot {
         return dot;
     }
     // What is kept is the product: its logarithm is wanted once at most, and 2^logit is the product but for a factor.
-    enum : bool { kKnowsAll = false, kWeighs = true };
-    static constexpr float kOdd = -kLeast;
-    __device__ static float oddness(float x) { return -x; }
-    template <class N>
-    __device__ static float finish_odd(float x, const N&) {
-        return fmaxf(x, kLeast) + 0.f * x;  // a NaN for -Inf
-    }
+    enum : bool { kKnowsAll = true, kWeighs = true };
     template <class N>
     __device__ static float finish(float x, const N&) {
-        return x;
+        return fmaf(0.f, x, fmaxf(x, kLeast));  // a NaN for -Inf
     }
     template <class N>
     __device__ static float logit(float y, const N& n) {
@@ -38,6 +32,10 @@ struct LogDot {
         return exp2_approx(n.offset - reference);
     }
     __device__ static float weight(float y, float factor) { return y * factor; }
+    // The weight less another one, times the slope.
+    __device__ static float by_dot(float y, float factor, float other) {
+        return y > kLeast ? fmaf(-other, reciprocal_approx(y), factor) : 0.f;
+    }
     // 1 / y, and 0 of the least.
     template <class N>
     __device__ static float slope(float y, const N&) {

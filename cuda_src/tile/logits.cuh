@@ -10,6 +10,8 @@ struct WeightsLess {
     template <class N>
     __device__ WeightsLess(const N&, float) {}
     __device__ float operator()(float, float difference) const { return exp2_approx(difference); }
+    // Of a difference that is more by a logarithm, whose power is the factor.
+    __device__ float times(float, float difference, float) const { return exp2_approx(difference); }
 };
 template <class S>
 struct WeightsLess<S, true> {
@@ -17,6 +19,7 @@ struct WeightsLess<S, true> {
     template <class N>
     __device__ WeightsLess(const N& n, float reference) : factor(S::factor_of(n, reference)) {}
     __device__ float operator()(float y, float) const { return S::weight(y, factor); }
+    __device__ float times(float y, float, float more) const { return S::weight(y, factor) * more; }
 };
 
 // The logits of one row that a lane holds, as a divergence asks for them: each, each less a reference, and 2^ that. S

@@ -8,24 +8,58 @@
 
 // What a query row contributes to the gradients of its logits.
 struct RowStats {
-    float lse_t, lse_s;  // base 2
+    float lse_t, lse_s;  // base 2; then what `turn_references` makes of them
     float weight;        // factor on the logit gradient
     float value;         // base 2
 };
 
+// Whether gradients want nothing of a side's log-sum-exp but the factor of its weights.
+template <int SIDE>
+constexpr bool kWantsFactor = LogitGradient<SKL_GRAD_SIDE>::kOfWeights && Score<SIDE>::kWeighs;
+
+// What they want of it; a row that is not there keeps saying so.
+template <int SIDE>
+__device__ inline float reference_of(float lse, Numbers numbers) {
+    if constexpr (kWantsFactor<SIDE>)
+        return lse == -infinity() ? lse : Score<SIDE>::factor_of(numbers.of<SIDE>(), lse);
+    else
+        return lse;
+}
+
+__device__ inline void turn_references(RowStats& row, Numbers numbers) {
+    row.lse_t = reference_of<kTeacher>(row.lse_t, numbers);
+    row.lse_s = reference_of<kStudent>(row.lse_s, numbers);
+}
+
+// The weight of a side, of its accumulator and reference.
+template <int SIDE>
+__device__ inline float weight_of(float y, float reference, Numbers numbers) {
+    if constexpr (Score<SIDE>::kWeighs)
+        return Score<SIDE>::weight(y, reference);
+    else
+        return exp2_approx(Score<SIDE>::logit(y, numbers.of<SIDE>(), reference));
+}
+
 // The derivative of a row's value by one dot product of a side, up to a constant and without the weight. Of
-// accumulators that have been turned.
+// accumulators that have been turned, as the row's log-sum-exps.
 template <int SIDE>
 __device__ inline float dot_gradient(float t, float s, const RowStats& row, Numbers numbers) {
-    const float x = Score<kTeacher>::logit(t, numbers.teacher, row.lse_t);
-    const float y = Score<kStudent>::logit(s, numbers.student, row.lse_s);
+    if constexpr (kWantsFactor<SIDE>) {
+        const float other =
+            SIDE == kTeacher ? weight_of<kStudent>(s, row.lse_s, numbers) : weight_of<kTeacher>(t, row.lse_t, numbers);
+        return SIDE == kTeacher ? Score<SIDE>::by_dot(t, row.lse_t, other) : Score<SIDE>::by_dot(s, row.lse_s, other);
+    }
     float gradient;
-    if constexpr (LogitGradient<SIDE>::kOfWeights && (Score<kTeacher>::kWeighs || Score<kStudent>::kWeighs))
-        gradient = LogitGradient<SIDE>::weigh(WeightsLess<Score<kTeacher>>(numbers.teacher, row.lse_t)(t, x),
-                                              WeightsLess<Score<kStudent>>(numbers.student, row.lse_s)(s, y));
-    else
+    if constexpr (kWantsFactor<1 - SIDE>) {
+        gradient = LogitGradient<SIDE>::weigh(weight_of<kTeacher>(t, row.lse_t, numbers),
+                                              weight_of<kStudent>(s, row.lse_s, numbers));
+    } else {
+        const float x = Score<kTeacher>::logit(t, numbers.teacher, row.lse_t);
+        const float y = Score<kStudent>::logit(s, numbers.student, row.lse_s);
         gradient = LogitGradient<SIDE>::evaluate(x, y, row.value);
-    // `by_dot` says the same; with the call, the compiler orders the instructions of the one-pass backward anew.
+    }
+    // `by_dot` of tile/logits.cuh says the same; with the call, the compiler orders the instructions of the one-pass
+    // backward anew.
     if constexpr (Score<SIDE>::kLinear)
         return gradient;
     else

@@ -17,7 +17,7 @@ __device__ inline void turn(float (&x)[TILES][4], int column, const N& n) {
         float oddness[4 * AT_ONCE];
 #pragma unroll
         for (int i = 0; i < 4 * AT_ONCE; ++i) {
-            oddness[i] = S::kOdd;
+            oddness[i] = 0.f;
             if (column + i / 4 >= TILES) continue;
             float& y = x[column + i / 4][i % 4];
             y = S::prepare(y, n);
@@ -27,7 +27,7 @@ __device__ inline void turn(float (&x)[TILES][4], int column, const N& n) {
         for (int step = 1; step < 4 * AT_ONCE; step *= 2)
 #pragma unroll
             for (int i = 0; i < 4 * AT_ONCE; i += 2 * step) oddness[i] = fmaxf(oddness[i], oddness[i + step]);
-        if (__any_sync(~0u, oddness[0] > S::kOdd)) {
+        if (__any_sync(~0u, oddness[0] > S::most(n))) {
 #pragma unroll
             for (int i = 0; i < 4 * AT_ONCE; ++i)
                 if (column + i / 4 < TILES) x[column + i / 4][i % 4] = S::finish_odd(x[column + i / 4][i % 4], n);

@@ -255,6 +255,7 @@ class _Fused(Hopper[_Row]):
         return {
             **super().constants(work, tile),
             "SKL_PACKED_ROWS": work.packed_rows,
+            "SKL_SHORT_TANH": 1,
             "SKL_PIECES": int(tile.pieces),
             "SKL_KEPT_CHUNKS": kept,
             "SKL_SCORE_STAGES": score_stages,
@@ -375,7 +376,7 @@ def _holds(parts: tuple[Part, ...], spare: bool) -> bool:
 
 def _registers(work: Work, tile: _Row) -> tuple[int, int, int]:
     if work.turned and tile.registers == _Row.registers and not tile.pieces:
-        return 200, 72, 40  # dots are turned by the consumers
+        return (208, 64, 32) if work.row_vectors > 3 else (200, 72, 40)  # dots are turned by the consumers
     if work.given and work.mask_level > 1:
         return 208, 64, 32  # consumers say where the numbers of a pair are, and which pairs are visible
     holes = work.level > 1 and work.row_vectors > 3 and tile.warp_tiles == 1

@@ -98,6 +98,7 @@ class _Gradient(Hopper[_Row]):
         return {
             **super().constants(work, tile),
             "SKL_AHEAD": int(tile.ahead),
+            "SKL_SHORT_TANH": 1,
             "SKL_TASK_BYTES": TASK_BYTES,
             # Masks with holes need the registers where sums of the output do too, and so do shares of tiles.
             "SKL_HELD_STEPS": held_steps(work, tile.held if work.level < 2 and not tile.shared else 0),

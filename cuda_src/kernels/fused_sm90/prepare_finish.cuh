@@ -82,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
         const int e = exponent_of(x.weight * Logit::bound(x.value));
         if (e < 127) top = max(top, e);
         if constexpr (kNarrow) x.weight *= plain_unscale(x);
+        turn_references(x, {args.teacher_numbers, args.student_numbers});
         Stats::write(space.row_stats + at.index * Stats::kFloats, j, x);
     }
     if constexpr (kNarrow) {
