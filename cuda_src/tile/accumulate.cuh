@@ -68,3 +68,46 @@ __device__ inline void store_two(u64 address, int column, float x, float y) {
         if (column + 1 < T::kHeadDim) E::store(address + E::kBytes, y);
     }
 }
+
+// Four lanes of a row have a pair of each of four tiles; each gets all of one, that of its own number among them.
+__device__ inline uint4 exchange_pairs(const u32 (&x)[4]) {
+    const bool odd = lane_id() & 1, upper = lane_id() & 2;
+    const u32 a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+    const u32 low[2] = {odd ? a : x[0], odd ? x[1] : a}, high[2] = {odd ? b : x[2], odd ? x[3] : b};
+    const u32 c = __shfl_xor_sync(~0u, upper ? low[0] : high[0], 2),
+              d = __shfl_xor_sync(~0u, upper ? low[1] : high[1], 2);
+    return upper ? make_uint4(c, d, high[0], high[1]) : make_uint4(low[0], low[1], c, d);
+}
+
+// Stores a row of T at `address`, of which the lane has elements `half` of each tile of x, times `factor`, or zeros
+// where it is not kept. All lanes of a warp come here, `there` says whether the lane's row does. Elements of two bytes
+// are written 16 bytes at a time, as far as the row has 32 columns: by pairs, a warp has 16 bytes for each of eight
+// rows, which keeps the cache busy four times as long. That counts where blocks are short, as beside a pattern.
+template <class T, int TILES>
+__device__ inline void store_row(u64 address, bool there, const float (&x)[TILES][4], int half, float factor,
+                                 bool kept) {
+    using E = typename T::E;
+    constexpr int kTogether = E::kBytes == 2 && T::kHeadDim % 8 == 0 ? T::kHeadDim / 32 * 4 : 0;
+    const auto element = [&x, half, factor, kept](int tile, int column) {
+        return kept ? x[tile][Accumulators::element(half, column)] * factor : 0.f;
+    };
+    if constexpr (kTogether > 0) {
+#pragma unroll
+        for (int d = 0; d < kTogether; d += 4) {
+            u32 pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u32 planes[1];
+                E::split(element(d + i, 0), element(d + i, 1), planes);
+                pairs[i] = planes[0];
+            }
+            const uint4 eight = exchange_pairs(pairs);
+            if (there) *reinterpret_cast<uint4*>(address + 8 * (d + Accumulators::pair(lane_id())) * E::kBytes) = eight;
+        }
+    }
+#pragma unroll
+    for (int d = kTogether; d < TILES; ++d) {
+        const int column = 8 * d + Accumulators::first_column(lane_id());
+        if (there) store_two<T>(address + column * E::kBytes, column, element(d, 0), element(d, 1));
+    }
+}

@@ -151,9 +151,13 @@ __device__ inline void write(u64 head, i64 stride, const Strip<TILES>& out, int 
     for (int i = 0; i < kLaneRows; ++i) {
         const int m = i / Accumulators::kRows, half = i % Accumulators::kRows;
         const int r = row + 16 * m + Accumulators::below(half);
-        if (r >= end) continue;
+        if (!Mask::kListed && r >= end) continue;
         const float scale = factor * power_of_two(-exponent[i]);
         const u64 to = head + r * stride * T::E::kBytes;
+        if constexpr (Mask::kListed) {
+            store_row<T>(to, r < end, out[m], half, scale, kept[i]);
+            continue;
+        }
 #pragma unroll
         for (int d = 0; d < TILES; ++d) {
             const int column = 8 * d + Accumulators::first_column(lane_id());

@@ -121,15 +121,16 @@ __device__ inline void write_rows(const AttentionArgs& args, const Block& block,
         SoftmaxRow<E>& x = rows[i];
         x.sum = Accumulators::sum_row(x.sum);
         const int r = row + below_first(i), query = segment.first_query + r;
-        if (r >= segment.queries) continue;
+        const bool there = r < segment.queries;
+        if (!Mask::kListed && !there) continue;
         if constexpr (Mask::kPicksQueries) {
-            if (!Mask(n, segment, block.batch, block.head).there(r)) x.start();
+            if (there && !Mask(n, segment, block.batch, block.head).there(r)) x.start();
         }
         const bool kept = !x.empty(), whole = n.splits == 1;
         const float factor = whole ? 1.f / x.sum : 1.f;
         const i64 state =
             block.split * all + (static_cast<i64>(block.batch) * n.heads + block.head) * n.queries + query;
-        if (Accumulators::writes_row(lane)) {
+        if (there && Accumulators::writes_row(lane)) {
             if (whole) {
                 *row_vector(args.lse, block.batch, block.head, query) = x.lse();
             } else {
@@ -139,6 +140,13 @@ __device__ inline void write_rows(const AttentionArgs& args, const Block& block,
         }
         const u64 to = args.out.pointer +
                        (block.batch * args.out.batch + block.head * args.out.head + query * args.out.row) * E::kBytes;
+        if constexpr (Mask::kListed) {
+            if (whole) {
+                store_row<T>(to, there, out[i / Accumulators::kRows], i % Accumulators::kRows, factor, kept);
+                continue;
+            }
+            if (!there) continue;
+        }
 #pragma unroll
         for (int d = 0; d < OUT_TILES; ++d) {
             const int column = 8 * d + Accumulators::first_column(lane), half = i % Accumulators::kRows;
