@@ -485,10 +485,21 @@ def test_layouts_and_divergences(layout: str, axis: int, rng: np.random.Generato
 
 def test_ranks_of_torch() -> None:
     pytest.importorskip("torch")
+    run_program("torch", free_port())
+
+
+@pytest.mark.gpu
+def test_ranks_of_nccl() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run_program("nccl", free_port())
+
+
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_program("torch", str(port))
+        return str(free.getsockname()[1])
 
 
 def test_devices_of_jax() -> None:

@@ -72,7 +72,7 @@ def attention_kl(
         student_q: Likewise.
         student_k: Likewise.
         group: Who the ranks are. With PyTorch a process group, a dimension of a DeviceMesh, or None for all processes;
-            with NumPy an mpi4py communicator; a rank of `LocalWorld` with any.
+            with CuPy a communicator of `cupyx.distributed`, with NumPy one of mpi4py; a rank of `LocalWorld` with any.
         axis_name: With JAX, inside of `jax.shard_map`: the axis of the mesh along which the ranks are.
         strategy: "all_gather": keys are gathered, each rank has its own rows. "a2a": everything is exchanged for whole
             heads and back; as many ranks as divide the key heads. "all_gather_queries": queries are gathered, each rank
