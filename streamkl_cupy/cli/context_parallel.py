@@ -257,9 +257,12 @@ class _Rank:
     def _take_turns(self, found: Sequence[Row], calls: Sequence[Calls]) -> None:
         """Time calls, into their rows; the first is what the others are compared with."""
         times: list[list[tuple[float, float]]] = [[] for _ in calls]
-        for _ in range(REPEATS):
-            for taken, (first, second) in zip(times, calls):
-                taken.append((self._clock(first), self._clock(second)))
+        for turn in range(REPEATS):
+            # Each turn begins elsewhere: the clock of a GPU falls with the work that it has just had.
+            begin = turn * len(calls) // REPEATS
+            for i in (*range(begin, len(calls)), *range(begin)):
+                first, second = calls[i]
+                times[i].append((self._clock(first), self._clock(second)))
         for row, taken in zip(found, times):
             row["forward_ms"], row["backward_ms"] = (float(x) for x in np.median(taken, axis=0))
             for name in ("forward", "backward"):
