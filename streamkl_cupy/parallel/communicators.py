@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from .ranks import Arriving, Known, Pending, Starting
+
+_numbers = itertools.count()
 
 
 class NcclRanks(Known):
@@ -16,7 +19,7 @@ class NcclRanks(Known):
     def __init__(self, communicator: Any, cupy: Any) -> None:
         super().__init__(communicator.rank, communicator._n_devices)
         self._communicator, self._cupy = communicator, cupy
-        self.key = ("nccl", id(communicator))
+        self.key = ("nccl", next(_numbers))
 
     def all_gather(self, x: Any) -> Pending:
         x = self._cupy.ascontiguousarray(x)

@@ -1,9 +1,9 @@
 """Keys gathered shard by shard: what needs nobody else's is computed first, while others are on their way.
 
-Forward, a rank starts to send its keys and to receive those of others, computes the state of its rows over its own keys
-meanwhile, and joins what each shard adds when it has come. Backward it is the other way round: first the gradients of
-the keys of others, each sent home as soon as it is there, at last those of the rank's own, to which what has come from
-others is added in a fixed order. Of keys that no row of a rank sees nothing travels.
+Forward, a rank computes the states of its rows over its own keys, starts to send these and to receive those of others
+when some of that is under way, and joins what each shard adds when it has come. Backward it is the other way round:
+first the gradients of the keys of others, each sent home as soon as it is there, at last those of the rank's own, to
+which what has come from others is added in a fixed order. Of keys that no row of a rank sees nothing travels.
 """
 
 from __future__ import annotations
