@@ -1,6 +1,7 @@
 """What tests of sharded calls start as processes of their own: ranks of torch and of MPI, JAX with several devices.
 
 python parallel_programs.py torch SEED PORT                 three processes over gloo, two of them a group as well
+python parallel_programs.py nccl SEED PORT                  two processes over NCCL, a GPU each
 python parallel_programs.py jax SEED                        four devices of the CPU
 mpiexec -n 3 python parallel_programs.py mpi SEED
 """
@@ -167,6 +168,40 @@ def torch_ranks(rank: int, port: int, seed: int) -> None:
     dist.destroy_process_group()
 
 
+def nccl_ranks(rank: int, port: int, seed: int) -> None:
+    """Calls one after the other, without waiting in between: what a transport moves must be there, and be its own."""
+    import torch
+    import torch.distributed as dist
+
+    import streamkl_cupy as skl
+    from streamkl_cupy import parallel as cp
+    from streamkl_cupy.parallel import job
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=torch.device("cuda", rank))
+    job.LEAST = 1  # so that own rows go in two halves
+    make = torch.Generator(device="cuda").manual_seed(seed)
+    how: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": make}
+    full = [torch.randn(1, heads, 3000, 64, **how) for heads in (8, 2, 8, 2)]
+    upstream = torch.rand(1, 8, 3000, device="cuda", generator=make)
+    rows = skl.attention_kl_forward(*full, causal=True)
+    wanted = skl.attention_kl_backward(upstream, *full, saved=rows, causal=True)
+    for strategy in STRATEGIES:
+        leaves = [[cp.shard(x, 2, rank, 2).contiguous().requires_grad_() for x in full] for _ in range(3)]
+        values = []
+        for mine in leaves:
+            values.append(cp.attention_kl(*mine, causal=True, strategy=strategy))
+            values[-1].backward(cp.shard(upstream, 2, rank, 2))
+        for value, mine in zip(values, leaves):
+            close(f"{strategy} values", value.detach().cpu(), cp.shard(rows.kl, 2, rank, 2).cpu(), 1e-5)
+            for name, x, whole in zip(ALL[2:], mine[2:], wanted[2:]):
+                y = cp.shard(whole, 2, rank, 2).float()
+                apart = float((x.grad.float() - y).norm() / y.norm())
+                assert apart < 5e-3, (strategy, name, apart)
+    dist.destroy_process_group()
+
+
 def jax_devices(seed: int) -> None:
     import jax
     import jax.numpy as jnp
@@ -277,10 +312,11 @@ def mpi_ranks(seed: int) -> None:
 
 if __name__ == "__main__":
     kind, seed = sys.argv[1], int(sys.argv[2])
-    if kind == "torch":
+    if kind in ("torch", "nccl"):
         import torch.multiprocessing as mp
 
-        mp.spawn(torch_ranks, (int(sys.argv[3]), seed), nprocs=3)
+        started, count = (torch_ranks, 3) if kind == "torch" else (nccl_ranks, 2)
+        mp.spawn(started, (int(sys.argv[3]), seed), nprocs=count)
     elif kind == "mpi":
         mpi_ranks(seed)
     else:

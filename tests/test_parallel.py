@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import doctest
 import itertools
 import math
 import os
+import queue
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,8 +36,12 @@ from streamkl_cupy.parallel import (
     positions,
     setup,
     shard,
+    unshard,
 )
+from streamkl_cupy.parallel import job as jobs
 from streamkl_cupy.parallel.blocks import Whole
+from streamkl_cupy.parallel.communicators import NcclRanks
+from streamkl_cupy.parallel.engine import Launching
 from streamkl_cupy.parallel.libraries import library_named
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules.divergences import DIVERGENCES
@@ -304,7 +312,9 @@ def test_gradients_that_are_not_summed_are_of_one_call(strategy: str, k: int) ->
         for rank in range(2):
             call = setup.plain("plan", options)
             job, _ = setup.planned(rank, 2, (x, x, x, x), call, setup.Asked(strategy, ownership))
-            parts = sorted((x.start, x.stop) for x in (getattr(p, ("rows", "keys")[k]) for p, *_ in job.pieces(rank)))
+            parts = sorted(
+                (x.start, x.stop) for x in (getattr(p, ("rows", "keys")[k]) for p, *_ in job.pieces(rank, x))
+            )
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(parts))
 
 
@@ -328,6 +338,112 @@ def test_keys_that_nobody_sees_do_not_travel(rng: np.random.Generator) -> None:
     assert sorted(moved) == sorted(2 * [(rank, rank + 1, 5) for rank in range(3)])
     wanted = streamkl_cupy.attention_kl(*full, causal=True, window=(5, 0))
     np.testing.assert_allclose(np.concatenate(found, 2), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_travels_does_so_beside_what_needs_nobody(
+    halves: bool, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Keys come while own ones are computed, of many rows beside the earlier half; gradients go home meanwhile."""
+    full, here = arrays(rng, 37, batch=1), threading.local()
+    monkeypatch.setattr(jobs, "LEAST", 1 if halves else 1 << 17)
+    for name in ("forward", "backward"):
+        computed = getattr(Launching, name)
+        monkeypatch.setattr(Launching, name, lambda *given, of=computed: here.seen.append("call") or of(*given))
+
+    def rank_of(rank: Any) -> tuple[list[str], Any, Any]:
+        here.seen, post = [], rank.post
+
+        def posted(sent: Any, room: Any) -> Any:
+            here.seen.append("post")
+            start = post(sent, room)
+
+            def started() -> Any:
+                here.seen.append("start")
+                wait = start()
+                return lambda: here.seen.append("wait") or wait()
+
+            return started
+
+        rank.post = posted
+        mine = [shard(x, 2, rank.rank, 2) for x in full]
+        _, grads = parallel.attention_kl_value_and_grad(*mine, group=rank, causal=True)
+        return here.seen, parallel.attention_kl(*mine, group=rank, causal=True), grads.student_k
+
+    forward = ["post", "call", "start", *["call"] * halves, "wait", "call"]
+    seen, rows, grads = zip(*LocalWorld(2).run(rank_of))
+    for found in seen:
+        assert found == [*forward, "call", "post", "start", "call", "wait", *forward]
+    np.testing.assert_allclose(unshard(rows, 2), streamkl_cupy.attention_kl(*full, causal=True), rtol=1e-10, atol=1e-12)
+    wanted = streamkl_cupy.attention_kl_value_and_grad(*full, causal=True)[1].student_k
+    np.testing.assert_allclose(unshard(grads, 2), wanted, rtol=1e-10, atol=1e-12)
+
+
+class ToldOfBytes:
+    """What `cupyx.distributed.NCCLBackend` does, over queues of threads."""
+
+    def __init__(self, queues: dict[tuple[int, int], queue.Queue[Array]], rank: int, size: int) -> None:
+        self._queues, self.rank, self._n_devices = queues, rank, size
+
+    def send(self, x: Array, to: int) -> None:
+        assert x.dtype == np.uint8
+        self._queues[self.rank, to].put(x.copy())
+
+    def recv(self, x: Array, source: int) -> None:
+        assert x.dtype == np.uint8
+        x[...] = self._queues[source, self.rank].get(timeout=60)
+
+    def all_to_all(self, x: Array, out: Array) -> None:
+        for i in range(self._n_devices):
+            self.send(x[i], i)
+        for i in range(self._n_devices):
+            self.recv(out[i], i)
+
+    def all_gather(self, x: Array, out: Array, count: int) -> None:
+        self.all_to_all(np.stack([x] * self._n_devices), out.reshape(-1, count))
+
+    def reduce_scatter(self, x: Array, out: Array, count: int) -> None:
+        found = np.empty((self._n_devices, count), x.dtype)
+        self.all_to_all(x.view("uint8").reshape(self._n_devices, -1), found.view("uint8"))
+        out[...] = found.sum(0)
+
+    def all_reduce(self, x: Array, out: Array) -> None:
+        self.reduce_scatter(np.concatenate([x] * self._n_devices), out, x.size)
+
+
+def test_ranks_of_cupyx_move_what_others_do(rng: np.random.Generator) -> None:
+    """The adapter beside ranks that are threads."""
+    queues: dict[tuple[int, int], queue.Queue[Array]] = collections.defaultdict(queue.Queue)
+    x = {kind: [rng.integers(-90, 90, (3, 4, 5)).astype(kind) for _ in range(3)] for kind in ("f2", "u2", "f4", "i8")}
+    nccl = SimpleNamespace(groupStart=lambda: None, groupEnd=lambda: None)
+    cupy = SimpleNamespace(
+        ascontiguousarray=np.ascontiguousarray,
+        asarray=np.asarray,
+        empty=np.empty,
+        empty_like=np.empty_like,
+        cuda=SimpleNamespace(nccl=nccl),
+    )
+
+    def rank_of(rank: Any) -> None:
+        ours = NcclRanks(ToldOfBytes(queues, rank.rank, 3), cupy)
+        for kind, mine in ((kind, xs[rank.rank]) for kind, xs in x.items()):
+            across = mine.swapaxes(1, 2)  # which is not contiguous
+            pairs = [
+                (ours.all_gather(across)(), rank.all_gather(across)()),
+                (ours.all_to_all(mine), rank.all_to_all(mine)),
+            ]
+            if kind == "f4":
+                pairs += [(ours.all_reduce(mine), rank.all_reduce(mine))]
+                pairs += [(ours.reduce_scatter(mine)(), rank.reduce_scatter(mine)())]
+            pairs += zip(ours.shift((across, mine))(), rank.shift((across, mine))())
+            for found, wanted in pairs:
+                assert found.dtype == wanted.dtype
+                np.testing.assert_array_equal(found, wanted)
+        assert ours.exchange([rank.rank, 7], None) == [[i, 7] for i in range(3)]
+        with pytest.raises(TypeError, match=r"x is ndarray; .* moves CuPy arrays"):
+            ours.check("x", mine)
+
+    LocalWorld(3).run(rank_of)
 
 
 def test_calls_alike_agree_once(rng: np.random.Generator) -> None:
@@ -369,10 +485,21 @@ def test_layouts_and_divergences(layout: str, axis: int, rng: np.random.Generato
 
 def test_ranks_of_torch() -> None:
     pytest.importorskip("torch")
+    run_program("torch", free_port())
+
+
+@pytest.mark.gpu
+def test_ranks_of_nccl() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    run_program("nccl", free_port())
+
+
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run_program("torch", str(port))
+        return str(free.getsockname()[1])
 
 
 def test_devices_of_jax() -> None:

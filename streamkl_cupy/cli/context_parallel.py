@@ -1,8 +1,9 @@
 """`python -m streamkl_cupy bench --op context_parallel`: sharded calls on the GPUs of this host, beside one GPU.
 
 Every strategy and both ownerships take turns in one run, causal, bfloat16, D = 128; the backward is of both student
-gradients, through autograd. Times are medians of the slowest rank. Beside them are what can be written by hand over
-torch.distributed and the plain operation, and torch's own context-parallel attention beside its attention on one GPU.
+gradients, through autograd, as that of one GPU is. Times are medians of the slowest rank. Beside them are what can be
+written by hand over torch.distributed and the plain operation, and torch's own context-parallel attention beside its
+attention on one GPU.
 Then every strategy with each kind of mask. Each row is compared with one GPU too: the largest difference of a value, as
 a part of 1 + KL, and the student's gradients by relative L2 norm; one that is too far off is an exit code of 1.
 
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import parallel, patterns
-from ..api import attention_kl_backward, attention_kl_forward
+from ..api import attention_kl, attention_kl_backward, attention_kl_forward
 from .values import results
 
 Shape = tuple[int, int, int]
@@ -223,13 +224,17 @@ class _Rank:
         whole = attention_kl_forward(*full, **options)
         ones = torch.ones_like(whole.kl)
 
+        one = attention_kl_backward(ones, *full, saved=whole, **options)
+        leaves = [x.detach().requires_grad_(i >= 2) for i, x in enumerate(full)]
+
         def forward() -> Any:
-            return attention_kl_forward(*full, **options)
+            return attention_kl(*leaves, **options)
+
+        rows = forward()
 
         def backward() -> Any:
-            return attention_kl_backward(ones, *full, saved=whole, **options)
+            return torch.autograd.grad(rows, leaves[2:], ones, retain_graph=True)
 
-        one = backward()
         cases = [case for case in cases if case.strategy != "a2a" or key_heads % self.size == 0]
         cases = [case for case in cases if key_heads % (case.head_groups or 1) == 0]
         calls: list[Calls] = [(forward, backward)]
@@ -252,9 +257,12 @@ class _Rank:
     def _take_turns(self, found: Sequence[Row], calls: Sequence[Calls]) -> None:
         """Time calls, into their rows; the first is what the others are compared with."""
         times: list[list[tuple[float, float]]] = [[] for _ in calls]
-        for _ in range(REPEATS):
-            for taken, (first, second) in zip(times, calls):
-                taken.append((self._clock(first), self._clock(second)))
+        for turn in range(REPEATS):
+            # Each turn begins elsewhere: the clock of a GPU falls with the work that it has just had.
+            begin = turn * len(calls) // REPEATS
+            for i in (*range(begin, len(calls)), *range(begin)):
+                first, second = calls[i]
+                times[i].append((self._clock(first), self._clock(second)))
         for row, taken in zip(found, times):
             row["forward_ms"], row["backward_ms"] = (float(x) for x in np.median(taken, axis=0))
             for name in ("forward", "backward"):

@@ -72,7 +72,7 @@ def attention_kl(
         student_q: Likewise.
         student_k: Likewise.
         group: Who the ranks are. With PyTorch a process group, a dimension of a DeviceMesh, or None for all processes;
-            with NumPy an mpi4py communicator; a rank of `LocalWorld` with any.
+            with CuPy a communicator of `cupyx.distributed`, with NumPy one of mpi4py; a rank of `LocalWorld` with any.
         axis_name: With JAX, inside of `jax.shard_map`: the axis of the mesh along which the ranks are.
         strategy: "all_gather": keys are gathered, each rank has its own rows. "a2a": everything is exchanged for whole
             heads and back; as many ranks as divide the key heads. "all_gather_queries": queries are gathered, each rank
@@ -366,15 +366,15 @@ def plan(
         rank 0 of 2: all_gather (keys are 268,435,456 bytes to receive, queries and states of rows 1,115,684,864)
           receives 268,435,456 B for rows, 268,435,456 B for gradients of student_q, student_k
           holds 268,435,456 B of what is gathered, 2,952,790,016 B of gradients in float32 beside shards and gradients
-          rows 0 to 32,768 x keys 0 to 32,768
           rows 98,304 to 131,072 x keys 0 to 32,768 and 98,304 to 131,072
+          rows 0 to 32,768 x keys 0 to 32,768
           rows 98,304 to 131,072 x keys 32,768 to 98,304
     """
     inputs = (teacher_q, teacher_k, student_q, student_k)
     call, wrt = plain("plan", options), wanted(ATTENTION_KL, wrt)
     job, why = planned(rank, size, inputs, call, Asked(strategy, ownership, head_groups, wrt))
     longest = (max(map(length, job.rows)), max(map(length, job.keys)))
-    pieces = job.pieces(rank)
+    pieces = job.pieces(rank, inputs[2])
     blocks = tuple((within(rows, x.rows), within(keys, x.keys)) for x, rows, keys in pieces)
     kind = "early" if job.early else job.strategy
     moved = traffic(kind, inputs, longest, size, job.axes.rows, wrt, job.groups, job.divergence.state_floats)

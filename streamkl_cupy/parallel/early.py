@@ -1,22 +1,26 @@
 """Keys gathered shard by shard: what needs nobody else's is computed first, while others are on their way.
 
-Forward, a rank starts to send its keys and to receive those of others, computes the state of its rows over its own keys
-meanwhile, and joins what each shard adds when it has come. Backward it is the other way round: first the gradients of
-the keys of others, each sent home as soon as it is there, at last those of the rank's own, to which what has come from
-others is added in a fixed order. Of keys that no row of a rank sees nothing travels.
+Forward, a rank computes the states of its rows over its own keys, starts to send these and to receive those of others
+when some of that is under way, and joins what each shard adds when it has come. Backward it is the other way round:
+first the gradients of the keys of others, each sent home as soon as it is there, at last those of the rank's own, to
+which what has come from others is added in a fixed order. Of keys that no row of a rank sees nothing travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..results import KLForwardRows
 from .engine import KEYS, NAMES, QUERIES
-from .job import Job, Piece, heads_of, named, parts_of, saved_rows
+from .job import Job, Piece, heads_of, named, own_parts, parts_of, saved_rows
 from .joining import joined, over
 from .libraries import at
-from .shards import Runs
+from .libraries.base import Part
+from .ranks import Starting
+from .shards import part_of
 
 Arriving = Callable[[], list[Any]]
 """Teacher and student keys of a rank, or nothing where no row sees them; call for them, and to let go what was sent."""
@@ -63,9 +67,9 @@ def steps(job: Job) -> tuple[Step, ...]:
     return job.known("steps", lambda: tuple(found()))
 
 
-def _start(job: Job, keys: Sequence[Any]) -> list[Arriving]:
-    """Start to bring what the rank's rows see of the others' keys."""
-    coming = []
+def _ready(job: Job, keys: Sequence[Any]) -> list[Callable[[], Arriving]]:
+    """What the rank's rows see of the others' keys, ready to be brought; call to start."""
+    found: list[Callable[[], Arriving]] = []
     for step in steps(job):
         room, sent = {}, {}
         if step.theirs is not None:
@@ -73,48 +77,62 @@ def _start(job: Job, keys: Sequence[Any]) -> list[Arriving]:
             room[step.source] = [job.library.empty(x, job.extended(x, count), x.dtype) for x in keys]
         if step.mine is not None:
             sent[step.target] = [job.cut(x, step.mine) for x in keys]
-        coming.append(_of(job.ranks.post(sent, room), step.source))
-    return coming
+        found.append(partial(_started, job.ranks.post(sent, room), step.source))
+    return found
 
 
-def _of(arrived: Callable[[], dict[int, list[Any]]], source: int) -> Arriving:
+def _started(start: Starting, source: int) -> Arriving:
+    arrived = start()
     return lambda: arrived().get(source, [])
+
+
+def _begun(job: Job, inputs: Sequence[Any]) -> list[Arriving]:
+    return [start() for start in _ready(job, [inputs[k] for k in KEYS])]
 
 
 def _there(keys: list[Any]) -> Arriving:
     return lambda: keys
 
 
-def _own(job: Job, arrays: Sequence[Any], part: tuple[slice, Runs]) -> KLForwardRows[Any]:
+def _own(job: Job, arrays: Sequence[Any], where: slice) -> KLForwardRows[Any]:
     """Some of the rank's rows over its own keys."""
-    where, runs = part
+    rank = job.ranks.rank
     here = [job.cut(x, where) if k in QUERIES else x for k, x in enumerate(arrays)]
-    return over(job, here, runs, job.keys[job.ranks.rank])
+    return over(job, here, part_of(job.rows[rank], where), job.keys[rank])
 
 
-def _beside(job: Job, rows: Sequence[KLForwardRows[Any]]) -> KLForwardRows[Any]:
-    """Rows one after the other."""
-    found = [None if x[0] is None else job.library.joined(x, job.axes.rows) for x in zip(*rows)]
-    return KLForwardRows(*found)
+def _beside(job: Job, parts: dict[int, KLForwardRows[Any]]) -> KLForwardRows[Any]:
+    """Parts of rows as one, by where they begin."""
+    rows = zip(*(parts[first] for first in sorted(parts)))
+    return KLForwardRows(*(None if x[0] is None else job.library.joined(x, job.axes.rows) for x in rows))
 
 
 def forward(job: Job, inputs: Sequence[Any]) -> tuple[KLForwardRows[Any], Any]:
-    """Rows over all keys, and the keys of others."""
+    """Rows over all keys, and the keys of others.
+
+    On a GPU what is launched first runs while the host still asks a transport to start, and a transport gets to
+    multiprocessors when no block of a kernel is left to be started, or when none runs. So it is asked after the later
+    half of the own rows, which have the longer work under a causal mask, for none of which it waits, and before the
+    others: it gets in between, and beside them.
+    """
     parts = parts_of(job, inputs)
     kept: list[Any] = []
     found = []
+
+    def ready_of(i: int) -> list[Callable[[], Arriving]]:
+        return _ready(parts[i][0], [parts[i][1][k] for k in KEYS]) if i < len(parts) else []
+
+    ready = ready_of(0)
     coming: list[Arriving] = []
     for i, (part, arrays) in enumerate(parts):
-        # A transport that gets to a GPU first takes multiprocessors, but until it is there these would be idle.
-        first, *others = part.own_runs
-        own = [_own(part, arrays, first)]
-        if i == 0:
-            coming = _start(part, [arrays[k] for k in KEYS])
-        now = coming
-        if i + 1 < len(parts):
-            coming = _start(parts[i + 1][0], [parts[i + 1][1][k] for k in KEYS])
-        own += [_own(part, arrays, x) for x in others]
-        rows = own[0] if len(own) == 1 else _beside(part, own)
+        shape = arrays[2].shape
+        first, *others = own_parts(shape[part.axes.rows], math.prod(shape[:-1]))
+        more = ready_of(i + 1)
+        own = {first.start: _own(part, arrays, first)}
+        now = coming or [start() for start in ready]
+        coming = [start() for start in more]
+        own |= {x.start: _own(part, arrays, x) for x in others}
+        rows = _beside(part, own)
         del own
         for step, arrive in zip(steps(part), now):
             if keys := arrive():
@@ -162,11 +180,11 @@ def backward(
     heads, parts, wanted = job.axes.heads, parts_of(job, inputs), named(wrt)
     saved, left = saved_rows(grad, results), None if kept is None else list(kept)
     found = []
-    coming = [] if left is not None else _start(parts[0][0], [parts[0][1][k] for k in KEYS])
+    coming = [] if left is not None else _begun(*parts[0])
     for i, (part, arrays) in enumerate(parts):
         now = coming if left is None else _kept(part, left)
         if left is None and i + 1 < len(parts):
-            coming = _start(parts[i + 1][0], [parts[i + 1][1][k] for k in KEYS])
+            coming = _begun(*parts[i + 1])
         some = saved
         if heads is not None and len(parts) > 1:
             some = [None if x is None else heads_of(x, heads, i, len(parts)) for x in saved]
@@ -213,16 +231,18 @@ def _gradients(
             like, count = [arrays[k] for k in keys], step.added.stop - step.added.start
             room[step.target] = [library.empty(x, job.extended(x, count), job.sum_dtype(x)) for x in like]
         if keys:
-            posted.append((step, job.ranks.post(sent, room)))
+            posted.append((step, job.ranks.post(sent, room)()))
     for piece in job.calls(job.rows[rank], job.keys[rank]):
         launch(piece, arrays, sums)
-    arrived = [(step.added, dict(zip(keys, post().get(step.target, [])))) for step, post in posted]
-    grads = {}
-    for k in wanted:
+
+    def settled(k: int, more: Iterable[Part] = ()) -> Any:
         whole, parts = sums[k].total(arrays[k], arrays[k].shape[axis])
-        if k in KEYS:
-            parts += [(at(axis, part), xs[k]) for part, xs in arrived if part is not None]
-        grads[k] = library.added_up(whole, parts, arrays[k].dtype)
+        return library.added_up(whole, [*parts, *more], arrays[k].dtype)
+
+    grads = {k: settled(k) for k in wanted if k in QUERIES}  # which wait for nobody
+    arrived = [(step.added, dict(zip(keys, post().get(step.target, [])))) for step, post in posted]
+    for k in keys:
+        grads[k] = settled(k, [(at(axis, part), xs[k]) for part, xs in arrived if part is not None])
     return grads
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..arguments import a_kind_of
-from .communicators import MpiRanks
+from ..compiler.nvrtc import import_cupy
+from .communicators import MpiRanks, NcclRanks
 from .libraries import LIBRARIES
-from .ranks import LocalRank, Ranks
+from .ranks import LocalRank, Ranks, known_ranks
+
+_known: dict[Any, NcclRanks] = {}
 
 
 def ranks_of(group: Any, library: str) -> Ranks:
@@ -21,7 +24,9 @@ def ranks_of(group: Any, library: str) -> Ranks:
     root = type(group).__module__.partition(".")[0]
     if root == "mpi4py" and hasattr(group, "Get_size"):
         return MpiRanks(group)
+    if root == "cupyx" and hasattr(group, "reduce_scatter"):
+        return known_ranks(_known, group, lambda communicator: NcclRanks(communicator, import_cupy()))
     raise TypeError(
-        f"group is {a_kind_of(group)} beside {library} arrays; allowed are an mpi4py communicator "
-        f"for NumPy arrays, and a rank of streamkl_cupy.parallel.LocalWorld"
+        f"group is {a_kind_of(group)} beside {library} arrays; allowed are a communicator of "
+        f"cupyx.distributed for CuPy arrays, one of mpi4py for NumPy's, and a rank of streamkl_cupy.parallel.LocalWorld"
     )

@@ -6,6 +6,7 @@ its number. Shards travel as long as the longest of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ from .blocks import Whole
 from .engine import NAMES, QUERIES, Engine, call_of
 from .libraries import Library, at
 from .ranks import Pending, Ranks
-from .shards import Run, Runs, in_order, length, starts_of
+from .shards import Run, Runs, in_order, length, part_of, starts_of
 from .states import merging_of
 
 _T = TypeVar("_T")
@@ -76,15 +77,16 @@ class Job:
     early: bool = False
     """Whether gathered keys are used shard by shard, the rank's own first, while others are on their way."""
 
-    def pieces(self, rank: int) -> list[tuple[Piece, Runs, Runs]]:
-        """All that a rank computes, of the arrays that it has then: whole ones, but for its own shards. With each the
-        rows and keys of which it is a piece."""
+    def pieces(self, rank: int, like: Any) -> list[tuple[Piece, Runs, Runs]]:
+        """All that a rank computes, of the arrays that it has then: whole ones, but for its own shards, of which `like`
+        has queries. With each the rows and keys of which it is a piece."""
         rows, keys = whole_runs(self.rows), whole_runs(self.keys)
         if self.strategy == "p2p" or self.early:
             held = [(rank - step) % self.ranks.size for step in range(self.ranks.size)]
             pairs = [(self.rows[rank], self.keys[holder]) for holder in held]
             if self.early:
-                pairs[:1] = [(runs, self.keys[rank]) for _, runs in _by_first(self.rows[rank])]
+                parts = own_parts(like.shape[self.axes.rows], math.prod(like.shape[:-1]) // self.groups)
+                pairs[:1] = [(part_of(self.rows[rank], x), self.keys[rank]) for x in parts]
         elif self.strategy == "all_gather":
             pairs = [(self.rows[rank], keys)]
         elif self.strategy == "all_gather_queries":
@@ -99,7 +101,7 @@ class Job:
         part = self
         if self.strategy == "a2a" and heads is not None:
             part = some_heads(self, inputs[2].shape[heads], rank)
-        pieces = [piece for piece, _, _ in part.pieces(rank)]
+        pieces = [piece for piece, _, _ in part.pieces(rank, inputs[2])]
         if self.early:  # a backward takes all rows over the own keys at once
             pieces += part.calls(part.rows[rank], part.keys[rank])
         for piece in pieces:
@@ -169,11 +171,6 @@ class Job:
             return part if tight or 2 * (part.stop - part.start) < all_of_it else slice(0, all_of_it)
 
         return self.known(("seen", rank, holder, tight), found)
-
-    @cached_property
-    def own_runs(self) -> list[tuple[slice, Runs]]:
-        """This rank's rows, its first run and the others: where they are in its shard, and their runs."""
-        return _by_first(self.rows[self.ranks.rank])
 
     @cached_property
     def cut(self) -> Callable[[Any, slice], Any]:
@@ -362,10 +359,15 @@ class Total:
         return (*prefix, *at(self._job.axes.rows, slice(start, start + count)))
 
 
-def _by_first(runs: Runs) -> list[tuple[slice, Runs]]:
-    count, total = length(runs[:1]), length(runs)
-    first = [(slice(0, count), runs[:1])]
-    return first if len(runs) < 2 else [*first, (slice(count, total), runs[1:])]
+LEAST = 1 << 17
+"""Of so many rows, those of all heads, each half is enough for all multiprocessors."""
+
+
+def own_parts(rows: int, of_all_heads: int) -> list[slice]:
+    """A rank's rows, in the order in which they are computed over its own keys where others' are on their way."""
+    if of_all_heads < LEAST:
+        return [slice(0, rows)]
+    return [slice(rows // 2, rows), slice(0, rows // 2)]
 
 
 def _beyond(runs: Runs, longest: int) -> Run:

@@ -9,8 +9,13 @@ from typing import Any, Protocol, TypeVar
 from .libraries import library_named, library_of
 
 _T = TypeVar("_T")
+_R = TypeVar("_R", bound="Known")
 Pending = Callable[[], Any]
 """What has been started: call it for the result, which is ordered on the caller's stream then."""
+Arriving = Callable[[], dict[int, list[Any]]]
+"""The same of what ranks send, by rank."""
+Starting = Callable[[], Arriving]
+"""What is ready to be moved: call it to start."""
 
 
 class Ranks(Protocol):
@@ -55,11 +60,10 @@ class Ranks(Protocol):
         """Whether there is `post`."""
         ...
 
-    def post(
-        self, sent: Mapping[int, Sequence[Any]], room: Mapping[int, Sequence[Any]]
-    ) -> Callable[[], dict[int, list[Any]]]:
-        """Start to send arrays to some ranks, and to receive what they send into the arrays of `room`; call for these,
-        by rank. All ranks post as often, some of them nothing."""
+    def post(self, sent: Mapping[int, Sequence[Any]], room: Mapping[int, Sequence[Any]]) -> Starting:
+        """Make ready to send arrays to some ranks, and to receive what they send into the arrays of `room`. What is
+        asked of a GPU between this and the start need not be done before anything moves. All ranks post as often and
+        start in the same order, some of them nothing."""
         ...
 
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
@@ -89,6 +93,19 @@ class Known:
 
     def here(self, compute: Callable[[int], _T]) -> _T:
         return compute(self.rank)
+
+
+GROUPS = 16
+
+
+def known_ranks(known: dict[Any, _R], group: Any, make: Callable[[Any], _R]) -> _R:
+    """The ranks of a group, with the jobs that they have agreed on, while it is one of the last there were."""
+    found = known.get(group)
+    if found is None:
+        while len(known) >= GROUPS:
+            known.pop(next(iter(known)), None)
+        found = known[group] = make(group)
+    return found
 
 
 class LocalWorld:
@@ -178,16 +195,18 @@ class LocalRank(Known):
         found = self._world.swap(self.rank, xs)[self.rank - 1]
         return lambda: found
 
-    def post(
-        self, sent: Mapping[int, Sequence[Any]], room: Mapping[int, Sequence[Any]]
-    ) -> Callable[[], dict[int, list[Any]]]:
-        given = self._world.swap(self.rank, sent)
-        found = {
-            source: [_taken(x, into) for x, into in zip(given[source][self.rank], xs)] for source, xs in room.items()
-        }
-        # Nobody may write into what others still read.
-        self._world.swap(self.rank, None)
-        return lambda: found
+    def post(self, sent: Mapping[int, Sequence[Any]], room: Mapping[int, Sequence[Any]]) -> Starting:
+        def start() -> Arriving:
+            given = self._world.swap(self.rank, sent)
+            found = {
+                source: [_taken(x, into) for x, into in zip(given[source][self.rank], xs)]
+                for source, xs in room.items()
+            }
+            # Nobody may write into what others still read.
+            self._world.swap(self.rank, None)
+            return lambda: found
+
+        return start
 
     def exchange(self, numbers: Sequence[int], like: Any) -> list[list[int]]:
         return [list(x) for x in self._world.swap(self.rank, list(numbers))]

@@ -115,6 +115,13 @@ def in_order(library: Library, parts: Sequence[Any], axis: int, owners: tuple[Ru
     return library.joined(found or [parts[0][at(axis, slice(0, 0))]], axis)
 
 
+def part_of(runs: Runs, where: slice) -> Runs:
+    """The runs of a part of a shard."""
+    cut = ((max(where.start - i, 0), where.stop - i, run) for i, run in zip(starts_of(runs), runs))
+    found = ((first + i, min(first + j, last)) for i, j, (first, last) in cut)
+    return tuple((first, last) for first, last in found if first < last)
+
+
 def starts_of(runs: Runs) -> list[int]:
     """Where in a shard each of its runs begins."""
     return [0, *itertools.accumulate(stop - start for start, stop in runs)][: len(runs)]

@@ -14,7 +14,7 @@ from ..results import KLForwardRows
 from .engine import NAMES
 from .job import Job
 from .moving import gathered, scattered
-from .ranks import Known, Pending
+from .ranks import Arriving, Known, Pending, Starting, known_ranks
 from .shards import Runs
 from .strategies import TABLE
 
@@ -32,6 +32,8 @@ class TorchRanks(Known):
         self.key = (group.group_name, self.rank, self.size)
         # Types of devices whose sends and receives must go together.
         self._together = {device for device, backend in self._backends().items() if backend == "nccl"}
+        # By GPU, a stream from which NCCL starts, and what this one waits for.
+        self._aside: dict[torch.device, tuple[Any, Any]] = {}
 
     def all_gather(self, x: Tensor) -> Pending:
         # Gathered along the first axis: some backends know no other way.
@@ -39,23 +41,28 @@ class TorchRanks(Known):
         work = _gather(out, x.contiguous(), group=self._group, async_op=True)
         return self._after(work, out.view(self.size, *x.shape))
 
-    def post(
-        self, sent: Mapping[int, Sequence[Tensor]], room: Mapping[int, Sequence[Tensor]]
-    ) -> Callable[[], dict[int, list[Tensor]]]:
+    def post(self, sent: Mapping[int, Sequence[Tensor]], room: Mapping[int, Sequence[Tensor]]) -> Starting:
         # What torch.distributed.batch_isend_irecv does, which costs the host as much again.
         group, works = self._group, []
         away = [(to, tag, x.contiguous()) for to, xs in sent.items() for tag, x in enumerate(xs)]
         here = [(source, tag, x) for source, xs in room.items() for tag, x in enumerate(xs)]
-        if away or here:
-            device = (away or here)[0][2].device
-            together = device.type in self._together
-            if together:
-                group._start_coalescing(device)
+        marks = [self._marked(x.device) for _, _, x in (away + here)[:1] if x.device.type in self._together]
+
+        def moves() -> list[Any]:
             # Tags tell them apart where a backend has no order.
-            works = [group.send([x], to, tag) for to, tag, x in away]
-            works += [group.recv([x], source, tag) for source, tag, x in here]
-            if together:
-                works = [group._end_coalescing(device)]
+            found = [group.send([x], to, tag) for to, tag, x in away]
+            return found + [group.recv([x], source, tag) for source, tag, x in here]
+
+        def start() -> Arriving:
+            for device, stream, mark in marks:
+                stream.wait_event(mark)
+                with torch.cuda.stream(stream):
+                    group._start_coalescing(device)
+                    moves()
+                    works.append(group._end_coalescing(device))
+            if not marks:
+                works.extend(moves())
+            return wait
 
         def wait() -> dict[int, list[Tensor]]:
             while works:
@@ -63,7 +70,17 @@ class TorchRanks(Known):
             away.clear()  # what was sent is let go, but not before it has gone
             return {source: list(xs) for source, xs in room.items()}
 
-        return wait
+        return start
+
+    def _marked(self, device: torch.device) -> tuple[torch.device, Any, Any]:
+        """A stream, and an event that has come where the current stream has done what it has been asked for by now."""
+        found = self._aside.get(device)
+        if found is None:
+            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            found = self._aside[device] = (stream, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        stream, mark = found
+        mark.record(torch.cuda.current_stream(device))
+        return device, stream, mark
 
     def reduce_scatter(self, x: Tensor) -> Pending:
         out = x.new_empty(x.shape[1:])
@@ -83,7 +100,7 @@ class TorchRanks(Known):
 
     def shift(self, xs: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
         after, before = ((self.rank + step) % self.size for step in (1, -1))
-        arrived = self.post({after: xs}, {before: [x.new_empty(x.shape) for x in xs]})
+        arrived = self.post({after: xs}, {before: [x.new_empty(x.shape) for x in xs]})()
         return lambda: tuple(arrived()[before])
 
     def exchange(self, numbers: Sequence[int], like: Tensor) -> list[list[int]]:
@@ -123,9 +140,7 @@ class TorchRanks(Known):
         return wait
 
 
-GROUPS = 16
 _known: dict[Any, TorchRanks] = {}
-"""By process group, those of the last calls."""
 
 
 def ranks_of_torch(group: Any) -> TorchRanks:
@@ -148,12 +163,7 @@ def ranks_of_torch(group: Any) -> TorchRanks:
             f"group is {a_kind_of(group)}; allowed are a torch.distributed process group of which this process is one, "
             f"a dimension of a DeviceMesh, and None for all processes"
         )
-    found = _known.get(group)
-    if found is None:
-        while len(_known) >= GROUPS:
-            _known.pop(next(iter(_known)), None)
-        found = _known[group] = TorchRanks(group)
-    return found
+    return known_ranks(_known, group, TorchRanks)
 
 
 class _Rows(torch.autograd.Function):

@@ -41,12 +41,16 @@ class Torch(Library):
     def added_up(self, x: Any, parts: Sequence[Part], dtype: Any) -> Any:
         if not parts or x.dtype == dtype:
             return super().added_up(x, parts, dtype)
-        # The last one is added and rounded in one pass.
+        # The last one is added and rounded in one pass, and what it leaves in another.
         *first, (index, last) = parts
-        for at, part in first:
-            x[at] += part
-        whole = last.shape == x.shape
-        out = self.xp.empty(x.shape, dtype=dtype, device=x.device) if whole else x.to(dtype)
+        for place, part in first:
+            x[place] += part
+        out = self.xp.empty(x.shape, dtype=dtype, device=x.device)
+        *before, where = index
+        for rest in (slice(0, where.start), slice(where.stop, x.shape[len(before)])):
+            if rest.start < rest.stop:
+                place = (*before, rest)
+                out[place] = x[place]
         self.xp.add(x[index], last, out=out[index])
         return out
 
