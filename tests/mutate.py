@@ -90,8 +90,8 @@ def other_side(word: str) -> str:
 
 
 def is_field(node: ast.AST) -> bool:
-    """Whether it is a field of a struct, whose text and whose packing are made of the same list, in whatever order."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "Field"
+    """Whether it is a field of a struct or a region, whose text and whose places are made of one list, in any order."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("Field", "Region")
 
 
 def changes(node: ast.AST, parent: ast.AST) -> Iterator[Any]:
