@@ -331,7 +331,7 @@ def chosen_tests(fault: Fault, module: str, source: Path, options: argparse.Name
     text = fault.path.read_bytes()
     block = block_of(text, text[: fault.start].count(b"\n") + 1)
     here = f"{module}:{block}"
-    found: list[tuple[bool, float, str, bool]] = []
+    found: list[tuple[bool, bool, float, str, bool]] = []
     known = [
         (i, name, test)
         for i, stage in enumerate(stages_for(source, module, options))
@@ -339,14 +339,16 @@ def chosen_tests(fault: Fault, module: str, source: Path, options: argparse.Name
         for name, test in record_of(options.reached / f"{Path(file).stem}.json").tests.items()
         if test.passed
     ]
-    # What runs on import may be a table that others read, and what is kept from the first call on nobody runs again.
+    # What runs on import may be a table that others read, and what is kept from the first call on nobody runs again:
+    # then it meets those that run other lines of the module first.
     kept = not block or not any(here in test.blocks for _, _, test in known)
     for i, name, test in known:
         if here in test.blocks or kept or (test.starts_python and not i):
-            found.append((i > 0, test.seconds, name, test.starts_python))
+            elsewhere = kept and not any(block.startswith(f"{module}:") for block in test.blocks)
+            found.append((i > 0, elsewhere, test.seconds, name, test.starts_python))
     left = {False: options.seconds, True: options.seconds}
     parts: dict[bool, list[str]] = {False: [], True: []}
-    for away, seconds, name, always in sorted(found):
+    for away, _, seconds, name, always in sorted(found):
         left[away] -= seconds
         if always or left[away] > 0:
             parts[away].append(name)
