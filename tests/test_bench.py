@@ -149,6 +149,33 @@ def test_memory_of_a_gpu_is_its_peak_beyond_what_there_was(cards: Cards, monkeyp
     assert timer.memory(lambda: setattr(cards, "free", cards.free + 5)).driver == 0
 
 
+@pytest.mark.parametrize("failures, error", [(1, ""), (2, "MemoryError: full")])
+def test_a_second_attempt_after_memory_ran_out(failures: int, error: str) -> None:
+    """Another variant's cached memory may have been in the way."""
+    log: list[Any] = []
+
+    class Timer(timing.HostTimer):
+        def time(self, calls: Any, hold: float = 0.0) -> tuple[list[float], float]:
+            log.append(len(calls))
+            if len(log) > 1 and log.count(3) <= failures:  # after the warm-up
+                raise MemoryError("full")
+            return [1.0] * len(calls), 0.0
+
+        def memory(self, call: Any) -> Memory:
+            return Memory(7)
+
+        def release(self) -> None:
+            log.append("released")
+
+    (found,) = timing.measure(
+        [timing.Variant("one", lambda i: lambda: i)], Timer(), sets=3, rounds=1, seconds=0.003, warmup=0
+    )
+    assert log[:4] == [1, "released", 3, "released"]
+    assert (found.error, found.out_of_memory) == (error, bool(error))
+    assert found.samples == ([] if error else [1.0] * 3)
+    assert log[4:] == [3, "released"] if error else [3]
+
+
 # --- steps of trainers ---
 
 

@@ -77,7 +77,8 @@ def test_problems_of_the_list() -> None:
         p = catalogue.problem((64, 96), types, mask, aligned, Extents(6, 3, 40, 48), "jsd", ("dot+softcap", "relu"))
         packed = "packed" in parts
         assert (p.mask.parts, p.rank, p.sequences > 1) == (parts, 3 if packed else 4, packed)
-        assert (p.batch, p.heads, p.queries, p.keys, p.precision, p.divergence) == (1, 6, 40, 48, "high", "jsd")
+        assert (p.batch, p.heads, p.queries, p.keys, p.divergence) == (1, 6, 40, 48, "jsd")
+        assert p.settings == (("precision", "high"),)
         teacher, student = p.distributions
         assert teacher.q == Operand(6, 40, 64, "bfloat16", (6 * 40 * 64, 40 * 64, 64, 1), aligned)
         assert teacher.k == Operand(3, 48, 64, "bfloat16", (3 * 48 * 64, 48 * 64, 64, 1), aligned)

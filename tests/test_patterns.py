@@ -1042,6 +1042,7 @@ SIZE = {"queries": 100, "block": 32}
         (lambda: patterns.sharded(4, window=1, stride=[], **SIZE), ValueError, "from near to far"),
         (lambda: patterns.sharded(4, window=1, stride=[4, 8], **SIZE), ValueError, "from near to far"),
         (lambda: patterns.sharded(4, window=1, stride=2.5, **SIZE), TypeError, "stride is a float"),
+        (lambda: patterns.sharded(4, window=1, stride=[(-1, 2), (None, 4)], **SIZE), ValueError, "distance=-1"),
         (
             lambda: patterns.sharded(4, window=1, stride=[(9, 1), (9, 2)], **SIZE),
             ValueError,
