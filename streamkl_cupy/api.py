@@ -398,7 +398,7 @@ def _dense_rows(dense: Any, ready: Ready) -> ArrayView | None:
 
 def _row_results(op: Op, like: ArrayView, kl: Any, stats: Results, dense: ArrayView | None) -> Any:
     """What a forward gave, with `kl` as it is asked for, and the teacher's mass where its dense log-sum-exps came."""
-    _, teacher_lse, student_lse, *others = (None if view is None else view.array for view in stats)
+    _, teacher_lse, student_lse, *others = [None if view is None else view.array for view in stats]
     mass = None
     if dense is not None:
         if dense.device.kind == "cpu":

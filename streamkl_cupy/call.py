@@ -262,7 +262,7 @@ class Ready:
         op = checked.op
         rows = frameworks.empty_rows(like, op.rows, checked.row_shape, checked.stat_dtype)
         outputs = op.Results(*rows, **self._empty(checked.further)) if checked.further else op.Results(*rows)
-        self.launch(outputs)
+        self._launch(checked.workspace_bytes, [x and x.ptr for x in outputs], lambda: outputs)
         if like.framework not in frameworks.OWN:
             frameworks.hold((*self.inputs, *(self.views.masks or {}).values()))
         return outputs

@@ -446,6 +446,9 @@ def test_heads_side_by_side_are_groups_of_one_size() -> None:
     for heads, size in ((8, 4), (7, 4), (11, 11), (4, 4), (1, 1)):
         (teacher, student) = plan(heads=heads, mask=causal).fused
         assert [teacher.main.schedule.head_group, student.main.schedule.head_group] == [size, size]
+    # Where no row sees fewer keys than another, heads need not end together.
+    for mask in (MaskSpec(("keys",)), MaskSpec(("lengths",))):
+        assert plan(heads=11, mask=mask).fused[1].main.schedule.head_group == 4
     # Of key heads, whose tiles are what blocks take: by tens the last two of 32 would start when the others end.
     for batch, size in ((4, 8), (3, 12), (5, 10), (64, 10)):
         (_, student) = plan(batch=batch, heads=32, key_heads=8, M=2048, N=2048, dims=(128, 128), mask=causal).fused

@@ -291,8 +291,10 @@ class _Fused(Hopper[_Row]):
 
     def schedule(self, work: Work, tile: _Row, facts: DeviceFacts) -> Schedule:
         found = super().schedule(work, tile, facts)
-        if not work.problem.mask.parts or work.problem.mask.blocks is not None:
-            return found
+        parts = parts_of(work.problem.mask)
+        ramp = any(part.last_key for part in parts) and not work.problem.sequences
+        if not ramp or any(part.listed for part in parts):
+            return found  # tiles are as long as any, or lists are cut to be
         together = side_by_side(found.tiles, work.pairs, found.head_group, facts.multiprocessors)
         return replace(found, head_group=together)
 
