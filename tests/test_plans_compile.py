@@ -75,6 +75,11 @@ def check_planned(listed: list[catalogue.Entry], refused: list[str], arch: str, 
     assert {e.kernel.name for e in listed} == {"forward", "combine", "mask_bits"} | gradients | passes
 
 
+def three_extents(rng: np.random.Generator) -> list[catalogue.Extents]:
+    """By lot, where what is compiled of all that is planned is by lot too."""
+    return [catalogue.EXTENTS[i] for i in rng.choice(len(catalogue.EXTENTS), 3, replace=False)]
+
+
 def one_of_alike(hard: list[catalogue.Entry], rng: np.random.Generator) -> list[catalogue.Entry]:
     """Of kernels of one tile that differ in the side they are a gradient of, or in how many sides are float32 where
     any is, one by lot: their loops are the same, and their registers but for a row vector."""
@@ -123,8 +128,10 @@ def test_every_problem_of_other_rules_has_a_plan(
 @pytest.mark.parametrize("arch", catalogue.ARCHS)
 def test_some_of_the_hardest_of_other_divergences(arch: str, divergence: str, rng: np.random.Generator) -> None:
     """There are many, and a compile is most of what a test costs: some of those whose exponents ask the rules too, at
-    both ends of masks."""
-    listed, _ = catalogue.entries(arch, FEW_DIMS, HALF, masks=("none", "everything"), divergences=(divergence,))
+    both ends of masks, of three extents by lot."""
+    listed, _ = catalogue.entries(
+        arch, FEW_DIMS, HALF, masks=("none", "everything"), divergences=(divergence,), extents=three_extents(rng)
+    )
     hard = catalogue.hardest(listed)
     check([hard[i] for i in rng.choice(len(hard), 3, replace=False)])
 
@@ -147,7 +154,8 @@ def test_every_kernel_of_attention(arch: str) -> None:
 @pytest.mark.parametrize("score", sorted({*catalogue.SCORE_CASES} - {Side.score}))
 def test_some_of_the_hardest_of_each_score(score: str, rng: np.random.Generator) -> None:
     """Of what most calls have; all masks and head dims are a matter of --slow."""
-    listed, _ = catalogue.entries(rng.choice(catalogue.ARCHS), COMMON_DIMS, HALF, scores=((score, score),))
+    arch, lot = str(rng.choice(catalogue.ARCHS)), three_extents(rng)
+    listed, _ = catalogue.entries(arch, COMMON_DIMS, HALF, scores=((score, score),), extents=lot)
     hard = catalogue.hardest(listed)
     check([hard[i] for i in rng.choice(len(hard), 2, replace=False)])
 
