@@ -350,7 +350,7 @@ def chosen_tests(fault: Fault, module: str, source: Path, options: argparse.Name
     parts: dict[bool, list[str]] = {False: [], True: []}
     for away, _, seconds, name, always in sorted(found):
         left[away] -= seconds
-        if always or left[away] > 0:
+        if left[away] > 0 or (always and seconds < options.seconds):
             parts[away].append(name)
     return [parts[False], parts[True]]
 

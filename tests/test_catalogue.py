@@ -103,6 +103,7 @@ def test_problems_of_the_list() -> None:
         0,
         "probability",
     )
+    assert {x.aligned for side in given.distributions for x in (side.q, side.k)} == {True}
     (target,) = given.extras
     assert (target.heads, target.rows, target.dim, target.dtype) == (6, 40, 48, "bfloat16")
 
