@@ -2,7 +2,8 @@
 // the heads of one query, which all read them.
 //
 //   item       one query row of one batch entry and group, and all keys that its bits leave, in ascending order
-//   producer   a warpgroup; lists the keys of an item (tile/key_list.cuh), and copies them to a ring of pieces, each 64 columns of 64 keys
+//   producer   a warpgroup; lists the keys of an item (tile/key_list.cuh), and copies them to a ring of pieces, each 64
+//              columns of 64 keys
 //   consumers  two warpgroups. Each has 64 of the teacher's heads, their queries in registers, and all keys of a tile;
 //              of the student both have all heads, and a half of the keys each
 //
@@ -10,7 +11,8 @@
 //   known[i]       1                       consumers: item i is written
 //   over[i]        one per consumer warp   the producer: item i may be overwritten
 //   queries_over   one per consumer warp   the producer: the student's queries may be overwritten
-//   full[i]        one per producer warp   consumers: piece i has arrived; the first of the student's brings its queries
+//   full[i]        one per producer warp   consumers: piece i has arrived; the first of the student's brings its
+//                  queries
 //   empty[i]       one per consumer warp   the producer: piece i may be overwritten
 #include "common/args.cuh"
 #include "common/config.cuh"
@@ -49,7 +51,7 @@ static_assert(1024 + kBarriersAt + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_
 // Which keys of a list there are.
 struct Listed {
     int count;
-    __device__ bool sees(int key) const { return key < count; }
+    __device__ bool visible(int key) const { return key < count; }
 };
 
 struct Shared : SharedRoles<kBarriersAt> {

@@ -4,8 +4,8 @@
 //   item       kRows query rows of one batch entry and group, and kShareKeys of the keys that they see
 //   producer   one warp; finds items, has keys on their way for as many heads as read them, and streams the queries of
 //              all heads through a ring of pieces, each some chunks of 64 columns of kRows rows
-//   consumers  two warpgroups, which have the same rows and each a half of a tile's keys: a head's queries are read from
-//              memory once for both, and by no other block that has these keys
+//   consumers  two warpgroups, which have the same rows and each a half of a tile's keys: a head's queries are read
+//              from memory once for both, and by no other block that has these keys
 //
 //   barrier           arrivals                    waited for by
 //   known[i]          1                           consumers: item i is written

@@ -1,5 +1,5 @@
-// The keys that a row sees, as a list in ascending order: an id that came twice stands there once, and the order that ids
-// came in is forgotten. And what lies in memory in the order of lists.
+// The keys that a row sees, as a list in ascending order: an id that came twice stands there once, and the order that
+// ids came in is forgotten. And what lies in memory in the order of lists.
 #pragma once
 #include "common/args.cuh"
 #include "ptx/shared.cuh"
@@ -29,8 +29,8 @@ __device__ inline u32 seen_bits(const RowKeys& row, int word) {
 }
 
 // Lists a row's keys by so many warps, each thread a part of its bits in their order, and says how many there are.
-// `counts` has room for an int of each warp; the threads meet at a barrier of this number, before which nobody reads the
-// list that was there.
+// `counts` has room for an int of each warp; the threads meet at a barrier of this number, before which nobody reads
+// the list that was there.
 template <int WARPS>
 __device__ inline int list_keys(const RowKeys& row, int thread, int* list, int* counts, int barrier) {
     const int begin = row.interval.begin / 32, end = ceil_div(row.interval.end, 32);

@@ -1,8 +1,8 @@
 // What the kernels of gathered keys share: a block takes one query row after another, a producer warpgroup lists the
 // row's keys and copies their rows ahead, and two warpgroups multiply.
 //
-// Copies of single rows have no barrier to tell (no tensor copy gathers on this architecture): each thread waits for its
-// own, kLag buffers behind those it asks for, and then says so for asynchronous readers.
+// Copies of single rows have no barrier to tell (no tensor copy gathers on this architecture): each thread waits for
+// its own, kLag buffers behind those it asks for, and then says so for asynchronous readers.
 #pragma once
 #include "common/args.cuh"
 #include "pipeline/barriers.cuh"
