@@ -16,7 +16,7 @@ import pytest
 COMPILER = shutil.which("c++") or shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-SHIM = r"""
+TYPES = r"""
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -49,7 +49,9 @@ static struct { unsigned x, y, z; } threadIdx, blockIdx, gridDim;
 static unsigned char memory[240 << 10];
 inline void* __cvta_shared_to_generic(size_t x) { return memory + x; }
 inline size_t __cvta_generic_to_shared(const void*) { return 0; }
+"""
 
+THREADS = r"""
 // Threads of a block one after the other, each as far as it needs others; one by itself has what the others would have.
 struct Threads {
     struct Warp {
@@ -118,6 +120,9 @@ inline void run_threads(int count, int first = 0) {
     }
     threads = nullptr, first_thread = 0;
 }
+"""
+
+QUESTIONS = r"""
 template <class T>
 T __shfl_sync(unsigned, T x, int from) { return together(x, [=](const T* all) { return all[from % 32]; }); }
 template <class T>
@@ -185,11 +190,11 @@ def on_host(text: str, **bodies: str) -> str:
     return "".join((*out, text[at:]))
 
 
-def built(folder: Path, name: str, text: str, driver: str, **bodies: str) -> ctypes.CDLL:
-    """The library of a kernel's text and what drives it."""
+def built(folder: Path, name: str, text: str, driver: str, threads: str = THREADS, **bodies: str) -> ctypes.CDLL:
+    """The library of a kernel's text and what drives it; `threads`: how threads of a block go on."""
     assert COMPILER
     source = folder / f"{name}.cpp"
-    source.write_text(SHIM + on_host(text, **bodies) + driver)
+    source.write_text(TYPES + threads + QUESTIONS + on_host(text, **bodies) + driver)
     flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC"]
     subprocess.run([COMPILER, *flags, source, "-o", source.with_suffix(".so")], check=True)
     return ctypes.CDLL(str(source.with_suffix(".so")))

@@ -3,7 +3,7 @@
 //
 //   item       kRows query rows of one batch entry and group, and kShareKeys of the keys that they see
 //   producer   one warp; finds items, has keys on their way for as many heads as read them, and streams the queries of
-//              all heads through a ring of pieces, each 64 columns of kRows rows
+//              all heads through a ring of pieces, each some chunks of 64 columns of kRows rows
 //   consumers  two warpgroups, which have the same rows and each a half of a tile's keys: a head's queries are read
 //              from memory once for both, and by no other block that has these keys
 //
@@ -21,8 +21,9 @@
 // queries of their columns, and a cluster of blocks with neighbouring tiles of rows brings each part of them once for
 // all: then the warps of all of its blocks arrive where a piece, or keys, are done with.
 //
-// Of the teacher the next head's product is under way while one head's exponentials are taken. Of the student there are
-// no registers for two products beside both sums: the warpgroups take turns, one multiplies while the other adds.
+// Of the teacher the next head's product is under way while one head's exponentials are taken; the warpgroups ask for
+// products in turns, so that one takes exponentials while the other asks. Of the student there are no registers for two
+// products beside both sums: there a turn is half a product long, one multiplies while the other adds.
 #include "common/args.cuh"
 #include "common/config.cuh"
 #include "common/math.cuh"
@@ -39,11 +40,13 @@ using TeacherSide = SwizzledTile<SKL_T_ELEMENT, SKL_T_DIM>;
 using IndexSide = SwizzledTile<SKL_S_ELEMENT, SKL_S_DIM>;
 
 constexpr int kRing = SKL_STAGES;
-constexpr bool kKeysStream = SKL_KEYS_STREAM;  // the teacher's: other heads read others
-constexpr int kCluster = SKL_CLUSTER;          // blocks that have row tiles side by side, and the same keys
+constexpr bool kKeysStream = SKL_KEYS_STREAM;   // the teacher's: other heads read others
+constexpr int kCluster = SKL_CLUSTER;           // blocks that have row tiles side by side, and the same keys
+constexpr int kPieceChunks = SKL_PIECE_CHUNKS;  // of queries, in a piece
 constexpr int kQueryBytes = kRows * 128, kKeyPieceBytes = kColumns * 128;
-constexpr int kPieceBytes = kQueryBytes + (kKeysStream ? kKeyPieceBytes : 0);
-constexpr int kTeacherPieces = TeacherSide::kChunks, kIndexPieces = kKeysStream ? 1 : IndexSide::kChunks;
+constexpr int kPieceBytes = kPieceChunks * kQueryBytes + (kKeysStream ? kKeyPieceBytes : 0);
+constexpr int kTeacherPieces = TeacherSide::kChunks / kPieceChunks;
+constexpr int kIndexPieces = kKeysStream ? 1 : IndexSide::kChunks / kPieceChunks;
 constexpr int kOwnKeys = kColumns / kCluster;  // that a block has brought, for all of the cluster
 constexpr int kKeyBox = kOwnKeys < kColumns / 2 ? kOwnKeys : kColumns / 2;
 constexpr int kShareKeys = SKL_SHARE_KEYS;
@@ -87,6 +90,8 @@ static_assert(!kTeacherIsGiven && SKL_R_DIM == 0, "plan: products of one part, o
 static_assert(!kKeysStream || IndexSide::kChunks * kQueryBytes <= kPieceBytes, "plan: a head's queries are one piece");
 static_assert(kCluster <= 2, "plan: clusters of which a GPU is full");
 static_assert(kShareKeys % kColumns == 0, "plan: a share has whole tiles");
+static_assert(TeacherSide::kChunks % kPieceChunks == 0 && IndexSide::kChunks % kPieceChunks == 0, "plan: whole pieces");
+static_assert(!kKeysStream || kPieceChunks == 1, "plan: a piece has a chunk of keys");
 static_assert(1024 + kItemsAt + 2 * sizeof(Item) == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 struct Shared {
@@ -224,14 +229,15 @@ private:
                                        group * args().teacher_heads / args().teacher_group, batch);
             for (int h = 0; h < args().teacher_heads; ++h) {
                 const int head = group * args().teacher_heads + h;
-                for (int c = 0; c < TeacherSide::kChunks; ++c) load_piece(all.teacher_q, c, 1, row, head, batch, key);
+                for (int c = 0; c < TeacherSide::kChunks; c += kPieceChunks)
+                    load_piece(all.teacher_q, c, kPieceChunks, row, head, batch, key);
             }
             load_keys<IndexSide>(kIndexKeysAt, kIndexFull, kIndexEmpty, index_keys, all.index_k, key,
                                  args().index_key_heads > 1 ? group : 0, batch);
+            constexpr int chunks = IndexSide::kChunks / kIndexPieces;
             for (int h = 0; h < args().index_heads; ++h)
-                for (int c = 0; c < kIndexPieces; ++c)
-                    load_piece(all.index_q, c, IndexSide::kChunks / kIndexPieces, row, group * args().index_heads + h,
-                               batch, -1);
+                for (int c = 0; c < IndexSide::kChunks; c += chunks)
+                    load_piece(all.index_q, c, chunks, row, group * args().index_heads + h, batch, -1);
         }
     }
 
@@ -286,6 +292,7 @@ struct Consumer {
     RingCursor<2> items;
     RingCursor<1> teacher_keys, index_keys;
     RingCursor<kRing> ring, done;  // done: of those pieces that products have been waited for of
+    bool arrived = false;          // the next piece, as far as is known
     const float *first, *second;   // what a head has for each of the lane's rows
 
     __device__ Consumer(const IndexerArgs& args, Shared shared, int half)
@@ -327,6 +334,8 @@ private:
             done_with_keys(kTeacherEmpty, teacher_keys);
         }
         for (int h = 0; h < args.teacher_heads; ++h) {
+            take_turn();
+            give_turn();
             pass_pieces(kTeacherPieces);
         }
         pass_keys(kIndexFull, index_keys);
@@ -354,6 +363,7 @@ private:
             warp_wait(shared.barrier(kFull, ring.slot), ring.parity);
             ring.advance();
         }
+        arrived = false;
         release(pieces);
     }
     __device__ void release(int pieces) {
@@ -374,15 +384,16 @@ private:
     __device__ void take_turn() const { barrier_sync(kTurn + half, 256); }
     __device__ void give_turn() const { barrier_arrive(kTurn + 1 - half, 256); }
 
-    // Has a head's product under way, once its pieces have come; in two groups where the warpgroups take turns.
-    template <class Side, int PIECES, bool TURNS>
+    // Has a head's product under way, once its pieces have come; in two groups where the turn lasts until half of it is
+    // done. Whether the next piece has come is asked afterwards, so that turns need not wait for the answer.
+    template <class Side, int PIECES, bool UNTIL_HALF>
     __device__ void issue(Strip<kTiles>& s, u64 keys) {
         constexpr int steps = Side::kSteps, chunks = Side::kChunks / PIECES;  // of a piece
-        if constexpr (TURNS) take_turn();
+        take_turn();
         RingCursor<kRing> waited = ring;
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) {
-            mbarrier_wait(shared.barrier(kFull, waited.slot), waited.parity);
+            if (p > 0 || !arrived) mbarrier_wait(shared.barrier(kFull, waited.slot), waited.parity);
             waited.advance();
         }
         wgmma_fence();
@@ -394,15 +405,17 @@ private:
                                     : keys + ((k / 4 * kWarpColumns * 128 + k % 4 * 32) >> 4);
             wgmma<Side::kHalf, 0, 0>(s[0], piece + ((k / 4 % chunks * kQueryBytes + k % 4 * 32) >> 4), b, k > 0);
             if ((k + 1) % (4 * chunks) == 0 || k + 1 == steps) ring.advance();
-            if (TURNS && k + 1 == (steps + 1) / 2) wgmma_commit();
+            if (UNTIL_HALF && k + 1 == (steps + 1) / 2) wgmma_commit();
         }
         wgmma_commit();
+        if constexpr (!UNTIL_HALF) give_turn();
+        arrived = mbarrier_is_over(shared.barrier(kFull, ring.slot), ring.parity);
     }
     // Waits for a product; its pieces may be overwritten. Products are asked for at once and done in the order of all
-    // that were, so the turn ends when half of this one is done: the other warpgroup's then follows without a gap.
-    template <bool TURNS>
+    // that were, so a turn may end when half of this one is done: the other warpgroup's then follows without a gap.
+    template <bool UNTIL_HALF>
     __device__ void finish(Strip<kTiles>& s, int pieces) {
-        if constexpr (TURNS) {
+        if constexpr (UNTIL_HALF) {
             wgmma_wait<1>();
             give_turn();
         }
@@ -491,10 +504,12 @@ private:
         int step = 0;
         if constexpr (kKeepsGates) {
             kept = min(ceil_div(item.strip_end - first_key, kStripTile), kWarpColumns / kStripTile);
-            const StripRow strip(args, item.entry / args.groups, item.tile);
-            gates = reinterpret_cast<u32*>(strip.gates(args, item.entry % args.groups, 0, first_key / kStripTile)) +
-                    threadIdx.x / 32 % 4 * 32 + gate_word(lane);
-            step = strip.width * kGateWords;
+            if (kCluster == 1 || kept > 0) {  // of rows of another launch the strip knows nothing
+                const StripRow strip(args, item.entry / args.groups, item.tile);
+                gates = reinterpret_cast<u32*>(strip.gates(args, item.entry % args.groups, 0, first_key / kStripTile)) +
+                        threadIdx.x / 32 % 4 * 32 + gate_word(lane);
+                step = strip.width * kGateWords;
+            }
         }
 #pragma unroll 1
         for (int h = 0; h < args.index_heads; ++h) {

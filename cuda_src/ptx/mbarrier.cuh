@@ -26,6 +26,16 @@ __device__ inline bool mbarrier_test(u32 barrier, u32 parity) {
         : "memory");
     return done;
 }
+// Whether a phase is over already; nobody waits.
+__device__ inline bool mbarrier_is_over(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
 // Nothing but the test may stand in this loop: a way out of it would cost the kernel its register budget.
 __device__ inline void mbarrier_wait(u32 barrier, u32 parity) {
     while (!mbarrier_test(barrier, parity)) {

@@ -2,14 +2,17 @@
 
 Shared memory, bytes, with 64 rows and 256 keys to a tile; where the teacher's keys stream they lie in the stages:
 
-    1024 + 32768 * (chunks(D_t) + chunks(D)) + stages * 8192 + 8 * (8 + 2 * stages) + 80
+    1024 + 32768 * (chunks(D_t) + chunks(D)) + stages * piece * 8192 + 8 * (8 + 2 * stages) + 80
     1024 + 32768 * chunks(D) + stages * (8192 + 32768) + 8 * (8 + 2 * stages) + 80
+
+where a piece has as many chunks as divide those of either side.
 
 Registers: 256 * consumer + 128 * producer must fit.
 """
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 from ..ops import INDEXER_KL
@@ -69,6 +72,11 @@ REGISTERS = {1: (232, 40), 2: (224, 56)}
 """Of consumers and producer, by the blocks of a cluster."""
 
 
+def piece_chunks(work: IndexerWork) -> int:
+    """Chunks of columns of a head's queries that come at once."""
+    return 1 if work.several_keys else gcd(chunks(work.shape.teacher_dim), chunks(work.shape.index_dim))
+
+
 class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
     """16-bit elements that tensor maps can describe."""
 
@@ -102,8 +110,9 @@ class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         teacher, student = chunks(work.shape.teacher_dim), chunks(work.shape.index_dim)
         row = _TABLE[work.several_keys]
         keys = row.columns * 128 * (student if row.stream else teacher + student)
-        piece = 128 * (GRID + row.columns) if row.stream else 128 * GRID
-        least = 2 if row.stream else LEAST_HEADS * max(teacher, student)
+        at_once = piece_chunks(work)
+        piece = 128 * (GRID * at_once + row.columns * row.stream)
+        least = 2 if row.stream else LEAST_HEADS * max(teacher, student) // at_once
         for stages in range(MOST_STAGES, least - 1, -1):
             smem = ALIGNMENT + keys + stages * piece + 8 * (8 + 2 * stages) + 2 * ITEM_BYTES
             if smem <= facts.smem_per_block:
@@ -140,6 +149,7 @@ class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
             "SKL_KEYS_STREAM": int(row.stream),
             "SKL_CLUSTER": row.cluster,
             "SKL_SHARE_KEYS": self.row_cut(work, 1).share_keys,
+            "SKL_PIECE_CHUNKS": piece_chunks(work),
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,
         }
