@@ -121,7 +121,7 @@ extern "C" void run_blocks(const IndexerArgs* args, int blocks) {
 @pytest.fixture(autouse=True)
 def stages(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """As few as there can be, or more."""
-    monkeypatch.setattr(indexer_gathered_sm90, "MOST_STAGES", int(rng.choice([7, 9, 24])))
+    monkeypatch.setattr(indexer_gathered_sm90, "MOST_STAGES", int(rng.choice([14, 17, 24])))
 
 
 def on_host(folder: Path, work: IndexerWork, kernel: Any) -> ctypes.CDLL:

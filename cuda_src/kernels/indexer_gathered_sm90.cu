@@ -44,8 +44,7 @@ static_assert(kRows == 64 && kColumns == 64 && kWarps == 4, "plan: a warpgroup h
 static_assert(!kTeacherIsGiven && SKL_BITS, "plan: the teacher's heads, and ids");
 static_assert(kEnding == kEndsInRows || kEnding == kEndsInLse || kEnding == kEndsInList,
               "plan: rows, log-sum-exps of heads, or gradients in the order of lists");
-static_assert(kLag >= 1 && kLag + 3 <= kRing && TeacherSide::kChunks + RopeSide::kChunks + kLag <= kRing,
-              "plan: one has the teacher's pieces of a tile while the other is done with none of them");
+static_assert(kLag >= 1 && kLag + 2 <= kRing, "plan: consumers have two pieces in hand");
 static_assert(1024 + kBarriersAt + kBarrierBytes == SKL_SMEM_BYTES, "plan: smem_bytes");
 
 // Which keys of a list there are.
@@ -156,7 +155,7 @@ struct Consumer {
     const int head;              // of the lane's first row of a product, among those of a warpgroup
     u64 ring_start, queries_start;
     RingCursor<kRing> ring, done;  // done: of those pieces that products have been waited for of
-    int tiles = 0;                 // whose sums the warpgroup has left
+    int tiles = 0;                 // of all items so far, whose sums lie in two places in turns
 
     __device__ Consumer(const IndexerArgs& args, Shared shared, int half)
         : args(args),
@@ -169,12 +168,7 @@ struct Consumer {
           queries_start(swizzled_descriptor(shared.base + kQueriesAt)) {}
 
     __device__ void run() {
-        if (half == 1) give_turn();
         consume_rows(shared, [this](const Item& item, int slot) { row(item, slot); });
-        // Nobody is left waited for.
-        if (half == 0) take_turn();
-        for (int i = max(tiles - 2, 0); i < tiles; ++i)
-            if (i % 2 != half) barrier_sync(kRead + i % 2, kMeeting);
     }
 
 private:
@@ -225,20 +219,10 @@ private:
         done.advance();
     }
 
-    // Where the consumers meet, by numbers of barriers beyond those of warpgroups: one has what the other has left, in
-    // either of two places.
-    enum Meeting { kSummed = kTurn + 2, kRead = kSummed + 2, kRowEnds = kRead + 2, kMeeting = 32 * kConsumerWarps };
-
-    // The warpgroups take turns: one multiplies what the teacher has while the other takes exponentials.
-    __device__ void take_turn() const { barrier_sync(kTurn + half, kMeeting); }
-    __device__ void give_turn() const { barrier_arrive(kTurn + 1 - half, kMeeting); }
-
-    // Chunk after chunk of columns; a piece may be overwritten when the second one behind it has been asked for.
+    // Sums of a chunk of columns while those of the one before are waited for, whose piece may then be overwritten.
     // `step(k, piece)` has step k multiplied with what lies in a piece from a descriptor on.
-    template <int STEPS, bool TURNS, int TILES, class Step>
+    template <int STEPS, int TILES, class Step>
     __device__ void multiply(float (&s)[TILES][4], const Step& step) {
-        constexpr int pieces = ceil_div(STEPS, 4), held = 2;
-        if constexpr (TURNS) take_turn();
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
             if (k % 4 == 0) {
@@ -249,24 +233,20 @@ private:
             if (k % 4 == 3 || k + 1 == STEPS) {
                 wgmma_commit();
                 ring.advance();
-                if (k / 4 >= held) {
-                    wgmma_wait<held>();
+                if (k >= 4) {
+                    wgmma_wait<1>();
                     release_piece();
                 }
             }
         }
-        // What the other asks for now comes behind it without a gap.
-        if constexpr (TURNS) give_turn();
         wgmma_wait<0>();
         fence_accumulators(s);
-#pragma unroll
-        for (int i = 0; i < min(pieces, held); ++i) release_piece();
+        release_piece();
     }
 
     // The teacher's of a tile: heads are rows.
     __device__ void multiply_teacher(float (&s)[kColumns / 8][4], const u32 (&q)[kTeacherSteps][4]) {
-        multiply<kTeacherSteps, true>(
-            s, [&s, &q](int k, u64 piece) { wgmma<TeacherSide::kHalf, 0>(s, q[k], piece, k > 0); });
+        multiply<kTeacherSteps>(s, [&s, &q](int k, u64 piece) { wgmma<TeacherSide::kHalf, 0>(s, q[k], piece, k > 0); });
     }
 
     // Sums over the warp's heads, to where those of other warps lie; of heads that count nothing nothing is added.
@@ -320,37 +300,25 @@ private:
                 {
                     float s[kColumns / 8][4];
                     multiply_teacher(s, q);
-                    if (tiles >= 2 && slot != half) barrier_sync(kRead + slot, kMeeting);
                     leave_masses(s, lse, shared.masses(slot, half * kWarps + warp));
                 }
                 {
                     float s[kHalfColumns / 8][4];
-                    multiply<IndexSide::kSteps, false>(s, [this, &s](int k, u64 piece) {
+                    multiply<IndexSide::kSteps>(s, [this, &s](int k, u64 piece) {
                         wgmma<IndexSide::kHalf, 0, 0>(s, queries_start + ((k / 4 * kRows * 128 + k % 4 * 32) >> 4),
                                                       piece + ((half * kHalfColumns * 128) >> 4), k > 0);
                     });
                     leave_logits(s, weight, shared.logits(slot, warp));
                 }
-                // Each adds up every second tile, when the other's sums of it have been there for long.
-                if (slot == half) continue;
-                barrier_arrive(kSummed + slot, kMeeting);
-                if (key > 0) add_keys(state, stats, item, key - kColumns, 1 - slot);
+                barrier_sync(kTurn, 32 * kConsumerWarps);
+                // Its sums are read by one warpgroup, while the other goes on to the next tile.
+                if (slot == half && warp < kColumns / 32) add_key(state, stats, item, key, slot);
             }
-            if (item.keys > 0) {
-                warp_arrive(shared.barrier(kQueriesOver));
-                if (const int last = tiles - 1; last % 2 == half)
-                    add_keys(state, stats, item, (item.keys - 1) / kColumns * kColumns, last % 2);
-            }
+            if (item.keys > 0) warp_arrive(shared.barrier(kQueriesOver));
             if constexpr (kEnding == kEndsInRows) end_row(item, item_slot, state);
         }
     }
 
-    // Of a tile from a key on, whose sums lie in a place, a key to each lane of two warps.
-    __device__ void add_keys(MassState& state, const float4& stats, const Item& item, int key, int slot) const {
-        barrier_sync(kSummed + slot, kMeeting);
-        if (warp < kColumns / 32) add_key(state, stats, item, key, slot);
-        barrier_arrive(kRead + slot, kMeeting);
-    }
     // What the lane's key adds to its state of the row, or the gradient of its logit.
     __device__ void add_key(MassState& state, const float4& stats, const Item& item, int key, int slot) const {
         const int mine = warp * 32 + lane;
@@ -381,7 +349,7 @@ private:
             for (int mask = 1; mask < 32; mask *= 2) state.merge(state.shuffle(mask));
             if (lane == 0) left[2 * half + warp] = make_float4(state.r, state.l, state.mass, state.terms);
         }
-        barrier_sync(kRowEnds, kMeeting);
+        barrier_sync(kTurn, 32 * kConsumerWarps);
         if (threadIdx.x > 0) return;
         for (int i = 1; i < 4; ++i) state.merge({left[i].x, left[i].y, left[i].z, left[i].w});
         reinterpret_cast<float4*>(args.states)[static_cast<i64>(item.entry) * args.splits * args.queries + item.row] =

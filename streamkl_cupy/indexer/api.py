@@ -130,7 +130,8 @@ def _check_loss(asked: IndexLoss) -> None:
 def _weight(weight: Any, ready: Ready) -> Any:
     if weight is None:
         return None
-    return validate.row_weight(weight, ready.checked.row_shape, ready.like)
+    # The array itself, which knows its device.
+    return validate.row_weight(weight, ready.checked.row_shape, ready.inputs[ready.checked.at])
 
 
 def _reduced(call: Call, ready: Ready, asked: IndexLoss) -> Any:

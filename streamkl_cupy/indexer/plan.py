@@ -229,7 +229,7 @@ class IndexerPlan:
         if self.problem.deterministic:
             return "what rows add to a key they add in no fixed order, and deterministic is True"
         found, refusals = choose("indexer_listed", self.work(self.shape), self.facts)
-        return "" if found else next(iter(refusals.values()))
+        return "" if found else next(iter(refusals.values()), "no kernel does that")
 
     @cached_property
     def listed(self) -> Chosen:

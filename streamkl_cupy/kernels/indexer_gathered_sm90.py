@@ -44,8 +44,8 @@ PIECE = COLUMNS * 128
 SUMS = 2 * 12 * COLUMNS * 4 + 2 * 4 * 16 + 4 * WARPS
 ITEM_BYTES = 16
 MOST_STAGES = 24
-MOST_LAG, LEAST_LAG = 12, 4
-"""Pieces that are on their way at a time: 96 KiB, where a tile's leave so many."""
+LAG = 12
+"""Pieces that are on their way at a time: 96 KiB."""
 THREADS = 3 * 128
 REGISTERS = 216, 72
 """Of consumers and producer."""
@@ -57,8 +57,6 @@ class Tile(NamedTuple):
     most_keys: int
     """Of a row, in its list."""
     stages: int
-    lag: int
-    """Of these, those that are on their way at a time."""
     smem_bytes: int
 
 
@@ -112,13 +110,9 @@ class GatheredSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         queries = 0 if work.ending == "lse" else chunks(work.shape.index_dim)
         rest = ALIGNMENT + PIECE * queries + 4 * most + SUMS + 8 * 5 + 2 * ITEM_BYTES
         stages = min((facts.smem_per_block - rest) // (PIECE + 16), MOST_STAGES)
-        # One warpgroup may wait for a tile's last piece while the other has still to begin with its first, and has two
-        # more pieces in hand.
-        pieces = max(chunks(work.shape.teacher_dim) + chunks(work.shape.rope_dim), 3)
-        lag = min(stages - pieces, MOST_LAG)
-        if lag < LEAST_LAG:
+        if stages < LAG + 2:
             return None, f"lists of {most} keys leave too little shared memory"
-        return Tile(most, stages, lag, rest + stages * (PIECE + 16)), ""
+        return Tile(most, stages, rest + stages * (PIECE + 16)), ""
 
     def row_cut(self, work: IndexerWork, splits: int) -> RowCut:
         """A row is not split."""
@@ -137,7 +131,7 @@ class GatheredSm90(HopperIndexerKernel[Tile], Scores[Tile]):
             "SKL_COLUMN_WARPS": 1,
             "SKL_WARP_TILES": 1,
             "SKL_STAGES": tile.stages,
-            "SKL_LAG": tile.lag,
+            "SKL_LAG": LAG,
             "SKL_ROWS_ARE_QUERIES": 1,
             "SKL_PLANES": PLANES["highest"],
             **arrivals(),
