@@ -156,14 +156,14 @@ __device__ inline void write(u64 head, i64 stride, const Strip<TILES>& out, int 
         const u64 to = head + r * stride * T::E::kBytes;
         if constexpr (Mask::kListed) {
             store_row<T>(to, r < end, out[m], half, scale, kept[i]);
-            continue;
-        }
+        } else {
 #pragma unroll
-        for (int d = 0; d < TILES; ++d) {
-            const int column = 8 * d + Accumulators::first_column(lane_id());
-            const float a = kept[i] ? out[m][d][Accumulators::element(half, 0)] * scale : 0.f,
-                        b = kept[i] ? out[m][d][Accumulators::element(half, 1)] * scale : 0.f;
-            store_two<T>(to + column * T::E::kBytes, column, a, b);
+            for (int d = 0; d < TILES; ++d) {
+                const int column = 8 * d + Accumulators::first_column(lane_id());
+                const float a = kept[i] ? out[m][d][Accumulators::element(half, 0)] * scale : 0.f,
+                            b = kept[i] ? out[m][d][Accumulators::element(half, 1)] * scale : 0.f;
+                store_two<T>(to + column * T::E::kBytes, column, a, b);
+            }
         }
     }
 }
