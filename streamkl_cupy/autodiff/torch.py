@@ -50,6 +50,7 @@ from .. import frameworks, validate
 from ..arguments import a_kind_of
 from ..arrays import Results
 from ..call import Call, Look, Ready, SavedArrays
+from ..frameworks.base import known
 from ..ops import Op
 from ..options import MASK_ARRAYS, NO_MASKS, OPTIONS, TABLES, further_results
 from ..rules import masks as rules
@@ -573,7 +574,7 @@ def _lies_as_it_is(x: Any) -> bool:
     return not (_legacy_batched(x) or x.is_neg() or x._is_zerotensor())
 
 
-_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+_deterministic = known("torch").deterministic
 _legacy_batched = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: True)
 
 
