@@ -18,6 +18,7 @@ from .indexer import (
     OPERANDS,
     UNEVEN,
     WARPS,
+    Constants,
     Ending,
     Grid,
     HopperIndexerKernel,
@@ -63,6 +64,26 @@ class Tile(NamedTuple):
 def most_keys(work: IndexerWork) -> int:
     """Of a row's list, in whole tiles."""
     return -(-min(work.chosen, work.keys) // COLUMNS) * COLUMNS
+
+
+def role_constants(tile: Tile, lag: int) -> Constants:
+    """What `kernels/indexer_gathered/roles.cuh` is compiled with, whose tiles are 64 heads and 64 keys."""
+    consumer, producer = REGISTERS
+    return {
+        "SKL_ROWS": GRID,
+        "SKL_COLUMNS": COLUMNS,
+        "SKL_WARPS": WARPS,
+        "SKL_COLUMN_WARPS": 1,
+        "SKL_WARP_TILES": 1,
+        "SKL_STAGES": tile.stages,
+        "SKL_LAG": lag,
+        "SKL_ROWS_ARE_QUERIES": 1,
+        "SKL_PLANES": PLANES["highest"],
+        **arrivals(),
+        "SKL_MOST_KEYS": tile.most_keys,
+        "SKL_CONSUMER_REGISTERS": consumer,
+        "SKL_PRODUCER_REGISTERS": producer,
+    }
 
 
 class GatheredSm90(HopperIndexerKernel[Tile], Scores[Tile]):
@@ -122,23 +143,7 @@ class GatheredSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         return min(tiles * GRID * entries, facts.multiprocessors), 1
 
     def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
-        consumer, producer = REGISTERS
-        constants = {
-            **teacher_constants(work.shape, work.ending),
-            "SKL_ROWS": GRID,
-            "SKL_COLUMNS": COLUMNS,
-            "SKL_WARPS": WARPS,
-            "SKL_COLUMN_WARPS": 1,
-            "SKL_WARP_TILES": 1,
-            "SKL_STAGES": tile.stages,
-            "SKL_LAG": LAG,
-            "SKL_ROWS_ARE_QUERIES": 1,
-            "SKL_PLANES": PLANES["highest"],
-            **arrivals(),
-            "SKL_MOST_KEYS": tile.most_keys,
-            "SKL_CONSUMER_REGISTERS": consumer,
-            "SKL_PRODUCER_REGISTERS": producer,
-        }
+        constants = {**teacher_constants(work.shape, work.ending), **role_constants(tile, LAG)}
         return self.kernel(work.shape, facts, constants, tile.smem_bytes, THREADS)
 
 

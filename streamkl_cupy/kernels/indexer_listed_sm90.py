@@ -7,33 +7,18 @@ Shared memory, bytes, with t = 8192 * chunks(D) for 64 keys or heads and the mos
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from .base import PLANES, KernelText
+from .base import KernelText
 from .gpus import DeviceFacts
 from .indexer import GRID, WARPS, Grid, HopperIndexerKernel, IndexerWork
-from .indexer_gathered_sm90 import COLUMNS, most_keys
+from .indexer_gathered_sm90 import COLUMNS, ITEM_BYTES, THREADS, Tile, most_keys, role_constants
 from .indexer_gathered_sm90 import KERNEL as SCORES
-from .sm90 import ALIGNMENT, arrivals, chunks
+from .sm90 import ALIGNMENT, chunks
 
 MOST_COLUMNS = 128
 """Of the index head dim: a warpgroup's sums of queries and of keys fill its registers."""
-ITEM_BYTES = 16
 MOST_STAGES = 8
 LAG = 4
 """Tiles that are on their way at a time."""
-THREADS = 3 * 128
-REGISTERS = 216, 72
-"""Of consumers and producer."""
-
-
-class Tile(NamedTuple):
-    """What shared memory has room for."""
-
-    most_keys: int
-    """Of a row, in its list."""
-    stages: int
-    smem_bytes: int
 
 
 class ListedSm90(HopperIndexerKernel[Tile]):
@@ -68,23 +53,7 @@ class ListedSm90(HopperIndexerKernel[Tile]):
         return (min(rows, facts.multiprocessors),)
 
     def plan(self, work: IndexerWork, tile: Tile, facts: DeviceFacts, reason: str = "") -> KernelText:
-        consumer, producer = REGISTERS
-        constants = {
-            "SKL_ROWS": GRID,
-            "SKL_COLUMNS": COLUMNS,
-            "SKL_WARPS": WARPS,
-            "SKL_COLUMN_WARPS": 1,
-            "SKL_WARP_TILES": 1,
-            "SKL_STAGES": tile.stages,
-            "SKL_LAG": LAG,
-            "SKL_ROWS_ARE_QUERIES": 1,
-            "SKL_PLANES": PLANES["highest"],
-            **arrivals(),
-            "SKL_MOST_KEYS": tile.most_keys,
-            "SKL_CONSUMER_REGISTERS": consumer,
-            "SKL_PRODUCER_REGISTERS": producer,
-        }
-        return self.kernel(work.shape, facts, constants, tile.smem_bytes, THREADS)
+        return self.kernel(work.shape, facts, role_constants(tile, LAG), tile.smem_bytes, THREADS)
 
 
 KERNEL = ListedSm90()
