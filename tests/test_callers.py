@@ -376,6 +376,56 @@ def test_first_thing_of_a_process(framework: str, first: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "attention_kl_forward(q, k, q, k)",
+        "attention_kl_value_and_grad(q, k, q, k)",
+        "attention_kl_forward(q, k, q, k, key_lengths=lengths)",
+        "sparse_attention_forward(q, k, k)",
+        "indexer_kl_forward(q, k, q, k, index_scale=1.0, head_groups=2)",
+    ],
+)
+def test_arrays_that_wait_for_callbacks(call: str) -> None:
+    """What JAX has not begun to compute comes after Python callbacks, as many as XLA has threads: who reads it has to
+    let them go on."""
+    pytest.importorskip("jax")
+    program = f"""
+        import faulthandler, os, threading
+        faulthandler.dump_traceback_later(100, exit=True)
+        import jax, jax.numpy as jnp
+        import numpy as np
+        import streamkl_cupy as s
+        jax.config.update("jax_platforms", "cpu")
+        gate = threading.Event()
+        def passed(x):
+            assert gate.wait(60)
+            return x
+        held = jax.jit(lambda x: jax.pure_callback(passed, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+        slow = jax.jit(lambda x: x @ x @ x @ x)
+        late = jax.jit(lambda x, zero: x + zero.astype(x.dtype))
+        def made(zero):
+            q, k = late(host[0], zero), late(host[1], zero)
+            return q, k, late(np.full(1, 60, np.int32), zero)
+        host = np.random.default_rng().standard_normal((2, 1, 2, 64, 64)).astype(np.float32)
+        large = jnp.zeros((1000, 1000))
+        gate.set()
+        q, k, lengths = made(held(slow(large)[0, 0]))
+        wanted = s.{call}
+        gate.clear()
+        first = slow(large)[0, 0]
+        before = [held(first) for _ in range(4 * os.cpu_count())]
+        q, k, lengths = made(before[-1])
+        assert not q.is_ready()
+        threading.Timer(0.2, gate.set).start()
+        found = s.{call}
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 # A second GPU
 
 

@@ -22,6 +22,18 @@ def xla_deterministic() -> bool:
     return any(values.get(name, False) for name in _XLA_DETERMINISTIC)
 
 
+def _address(x: Any, device: Device) -> int:
+    """Where the elements of an array on the CPU lie, once they are there.
+
+    An array that XLA has not begun to compute has no memory yet, and to ask for its address waits for that while it
+    holds Python's lock, which callbacks in front of it need: both would wait for ever. `block_until_ready` lets go of
+    the lock. On a GPU nobody reads there: XLA hands its buffers to the callback, which asks them.
+    """
+    if device.kind != "cpu":
+        return 0
+    return int(x.block_until_ready().unsafe_buffer_pointer())
+
+
 class JAX(Framework):
     """JAX arrays, read only: XLA makes its results itself."""
 
@@ -53,7 +65,7 @@ class JAX(Framework):
         # The index inside this process is the one CUDA knows; `id` counts over all hosts.
         device = CPU if own.platform == "cpu" else cuda(own.local_hardware_id)
         shape = tuple(x.shape)
-        return ArrayView(name, "jax", device, dtype, shape, compact_strides(shape), x.unsafe_buffer_pointer(), x)
+        return ArrayView(name, "jax", device, dtype, shape, compact_strides(shape), _address(x, device), x)
 
     def is_standin(self, x: Any) -> bool:
         return isinstance(x, self.tracer)
