@@ -1,7 +1,7 @@
 """Every planned kernel compiles, spills nothing and draws no remark from the assembler, for each architecture.
 
-By default, of the usual rules, the hardest kernel of every tile and role, of each draw another of the 16-bit types, and
-some of the others'; with --slow the whole catalogue. What a draw leaves out is said at it.
+By default, of the usual rules, half of the hardest kernels of every tile and role, of each draw others and in another of
+the 16-bit types, and some of the others'; with --slow the whole catalogue. What a draw leaves out is said at it.
 """
 
 from __future__ import annotations
@@ -96,22 +96,25 @@ def one_of_alike(hard: list[catalogue.Entry], rng: np.random.Generator) -> list[
 @pytest.mark.long
 @pytest.mark.parametrize("arch", sorted(catalogue.ARCHS, key="sm_90".__ne__))  # by how many kernels there are
 def test_the_usual_rules(arch: str, rng: np.random.Generator) -> None:
-    """What masks, element types and head dims take of registers is seen with these."""
+    """What masks, element types and head dims take of registers is seen with these. Half of them by lot: all take a
+    third of what both commands of the README take on two cores."""
     listed, refused = catalogue.entries(arch, masks=catalogue.MASK_CASES)
     check_planned(listed, refused, arch, Problem.divergence)
     hard = catalogue.hardest([listed[i] for i in rng.permutation(len(listed))])
     assert {(e.kernel.name, e.kernel.tile) for e in hard} == {(e.kernel.name, e.kernel.tile) for e in listed}
     assert len(hard) < len(listed) / 10
-    check(one_of_alike(hard, rng))
+    alike = one_of_alike(hard, rng)
+    check([alike[i] for i in rng.choice(len(alike), -(-len(alike) // 2), replace=False)])
 
 
 @pytest.mark.parametrize("divergence, scores", RULES[1:])
-@pytest.mark.parametrize("arch", catalogue.ARCHS)
 def test_every_problem_of_other_rules_has_a_plan(
-    arch: str, divergence: str, scores: tuple[str, str], rng: np.random.Generator
+    divergence: str, scores: tuple[str, str], rng: np.random.Generator
 ) -> None:
-    """Of the seven extents, which choose among the tiles that fit and are all planned with the usual rules, one by lot
-    for each pair of head dims and mask: whether any tile fits hangs on what `Kernel.fitting` keeps them by."""
+    """Of the architectures one by lot, and of the seven extents, which choose among the tiles that fit and are all
+    planned with the usual rules, one for each pair of head dims and mask: whether any tile fits hangs on what
+    `Kernel.fitting` keeps them by."""
+    arch = str(rng.choice(catalogue.ARCHS))
     listed: dict[KernelPlan, catalogue.Entry] = {}
     refused: list[str] = []
     for dims, mask in itertools.product(catalogue.DIMS, catalogue.MASK_CASES):
