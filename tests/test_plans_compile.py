@@ -1,6 +1,6 @@
 """Every planned kernel compiles, spills nothing and draws no remark from the assembler, for each architecture.
 
-By default, of the usual rules, half of the hardest kernels of every tile and role, of each draw others and in another of
+By default, of the usual rules, half of the hardest kernels of every tile and role, in each draw others and another of
 the 16-bit types, and some of the others'; with --slow the whole catalogue. What a draw leaves out is said at it.
 """
 

@@ -381,15 +381,15 @@ def _registers(work: Work, tile: _Row) -> tuple[int, int, int]:
         return (208, 64, 32) if work.row_vectors > 3 else (200, 72, 40)  # dots are turned by the consumers
     if work.given and work.mask_level > 1:
         return 208, 64, 32  # consumers say where the numbers of a pair are, and which pairs are visible
-    teacher = work.row_vectors > 3
+    teacher, narrow = work.row_vectors > 3, work.side.dtype == "float16"
     # Beside the sums of two tiles: packed rows say whose they are, and a step is carried over the start of the next.
-    if tile.warp_tiles == 2 and work.packed_rows and teacher:
+    if tile.warp_tiles == 2 and work.packed_rows and teacher and not narrow:
         return 208, 64, 32
-    if tile.warp_tiles == 2 and _carries(work, tile) and (teacher or work.level > 1 and work.side.dtype == "bfloat16"):
+    if tile.warp_tiles == 2 and _carries(work, tile) and (teacher or not (narrow or work.level < 2)):
         return 200, 72, 40
     holes = work.level > 1 and teacher and tile.warp_tiles == 1
     # A narrow type hands its gradients over as they are made; the other keeps them, beside four row vectors and a mask.
-    return (208, 64, 32) if holes and work.out_dim <= 96 and work.side.dtype == "bfloat16" else tile.registers
+    return (208, 64, 32) if holes and work.out_dim <= 96 and not narrow else tile.registers
 
 
 KERNEL = _Fused()

@@ -91,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     }
 }
 
-// Row statistics of a narrow type take registers, of which the compiler otherwise spills one to have 16 blocks.
-extern "C" __global__ void __launch_bounds__(kHelperThreads, kNarrow ? 12 : 0)
+// Row statistics of a narrow type take registers, of which the compiler otherwise spills some to have more blocks.
+extern "C" __global__ void __launch_bounds__(kHelperThreads, kNarrow ? 8 : 0)
     streamkl_fused_finish(const __grid_constant__ HopperFusedArgs all) {
     const GradientArgs& args = all.fused.base;
     const Workspace space(all.fused);
