@@ -179,7 +179,7 @@ class Matrix:
 
     def target(self, shape: tuple[int, ...], mask: dict[str, Any]) -> Array:
         """Probabilities of what rows see."""
-        seen = self.rng.random(shape) * reference.visible(shape, reference.Mask(**mask))
+        seen = self.rng.random(shape) * reference.visible(shape, mask)
         return (seen / np.maximum(seen.sum(-1, keepdims=True), 1e-9)).astype("float32")
 
     def attention(self) -> Iterator[Case]:

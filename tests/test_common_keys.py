@@ -116,7 +116,7 @@ def test_hidden_keys_decide_nothing(core: Any, rng: Any, mask: str, offset: floa
     case = make(B=B, H=H, M=M, N=N, D_t=64, seed=int(rng.integers(2**31)), **masks(rng, mask, B, H, M, N))
     case = shifted(rng, case, offset)
     grid = {name: x for name, x in case.options.items() if name not in ("layout", "teacher_scale", "student_scale")}
-    seen = np.broadcast_to(reference.visible((B, H, M, N), reference.Mask(**grid)), (B, H, M, N)).any(axis=2)
+    seen = np.broadcast_to(reference.visible((B, H, M, N), grid), (B, H, M, N)).any(axis=2)
     for i in (1, 3):
         if mask != "packed":
             case.arrays[i][~seen] = bad

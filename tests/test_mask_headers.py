@@ -25,9 +25,9 @@ from streamkl_cupy.ops import ATTENTION_KL
 from streamkl_cupy.options import parse
 from streamkl_cupy.rules import masks
 from streamkl_cupy.rules.masks import MASKS
+from streamkl_cupy.rules.masks.blocks import drawn_pattern
 from streamkl_cupy.testing import reference
 from streamkl_cupy.testing.problems import MASK_OPTIONS
-from streamkl_cupy.testing.problems import pattern as pattern_of
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -267,8 +267,8 @@ def one_block(walker: Any, parts: tuple[str, ...], rows: int, columns: int, quer
     if {"causal", "window"} & {*parts} and rng.integers(2):
         given["q_offset"] = int(rng.integers(-M - 20, N + 20))
     if "block_mask" in given and rng.integers(2):
-        given["block_mask"] = pattern_of(rng, heads, M, N)
-    dense = np.broadcast_to(reference.visible((batch, heads, M, N), reference.Mask(**given)), (batch, heads, M, N))
+        given["block_mask"] = drawn_pattern(rng, heads, M, N)
+    dense = np.broadcast_to(reference.visible((batch, heads, M, N), given), (batch, heads, M, N))
     options, values = parse(ATTENTION_KL, given)
     arrays = {name: x for name, x in zip(masks.ARRAYS, values) if x is not None}
     sequences = len(arrays["cu_seqlens_q"]) - 1 if packed else 0

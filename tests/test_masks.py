@@ -22,8 +22,9 @@ from streamkl_cupy.options import MASK_ARRAYS
 from streamkl_cupy.problem import INPUT_NAMES
 from streamkl_cupy.rules import masks
 from streamkl_cupy.rules.masks import MASKS, Scene
+from streamkl_cupy.rules.masks.blocks import drawn_pattern
 from streamkl_cupy.testing import reference
-from streamkl_cupy.testing.problems import MASK_OPTIONS, Case, cumulative, make, pattern, upstream
+from streamkl_cupy.testing.problems import MASK_OPTIONS, Case, cumulative, make, upstream
 
 Array = NDArray[Any]
 
@@ -57,7 +58,7 @@ def mask_options(rng: np.random.Generator, kind: str, B: int, H: int, M: int, N:
         found.setdefault("causal", "window" not in words)
         found["q_offset"] = int(rng.integers(-M - 3, N + 3))
     if "head" in words:
-        found["block_mask"] = pattern(rng, H, M, N)
+        found["block_mask"] = drawn_pattern(rng, H, M, N)
     return found
 
 
@@ -202,7 +203,7 @@ def masked_memory_does_not_matter(backend: Any, rng: np.random.Generator, case: 
     mask = {k: v for k, v in case.options.items() if k not in ("layout", "teacher_scale", "student_scale")}
     packed = "cu_seqlens_q" in case.options
     M, N = (x.shape[0 if packed else -2] for x in case.arrays[:2])
-    seen = np.broadcast_to(reference.visible((1, 2, M, N), reference.Mask(**mask)), (1, 2, M, N))
+    seen = np.broadcast_to(reference.visible((1, 2, M, N), mask), (1, 2, M, N))
     row_used, key_used = seen.any(axis=-1), seen.any(axis=2)
     spoilt = []
     for name, x in zip(INPUT_NAMES, case.arrays, strict=True):
@@ -553,7 +554,7 @@ def test_parts_say_what_the_reference_says(rng: np.random.Generator, kind: str) 
         parts = masks.parts_of(spec)
         assert [part.name for part in parts] == [name for name in MASKS if name in spec.parts]
         scene = Scene(M, N, dict(spec.params), pattern=spec.pattern, heads=range(H), arrays=arrays)
-        dense = np.broadcast_to(reference.visible((B, H, M, N), reference.Mask(**options, **arrays)), (B, H, M, N))
+        dense = np.broadcast_to(reference.visible((B, H, M, N), {**options, **arrays}), (B, H, M, N))
         found = np.broadcast_to(masks.visible(parts, scene, np.arange(M), np.arange(N)), dense.shape)
         np.testing.assert_array_equal(found, dense)
         for q0, q1 in [(0, M), (0, 0), (3, 7), (16, 32), (M - 1, M)]:

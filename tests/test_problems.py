@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from streamkl_cupy.rules.masks.blocks import drawn_pattern
 from streamkl_cupy.testing import problems
 from streamkl_cupy.testing.problems import MASK_OPTIONS, RECIPES, Case, make, upstream
 from streamkl_cupy.testing.reference import rounded
@@ -158,7 +159,7 @@ def test_random_options_of_masks_take_every_kind(rng: np.random.Generator) -> No
     assert {x.query_block for x in blocks} == {x.key_block for x in blocks} == {16, 32, 48, 128}
     assert any(x.query_block != x.key_block for x in blocks)
     assert {min((0.1, 0.4, 0.9), key=lambda share: abs(share - x.dense().mean())) for x in blocks} == {0.1, 0.4, 0.9}
-    assert problems.pattern(rng, 3, 40, 50).heads == 3
+    assert drawn_pattern(rng, 3, 40, 50).heads == 3
 
 
 def test_upstream_gradients(rng: np.random.Generator) -> None:

@@ -242,7 +242,7 @@ def test_a_divergence_is_what_its_formula_says(divergence: str, rng: np.random.G
 
 
 def test_causal_is_aligned_at_the_end() -> None:
-    seen = reference.visible((1, 1, 3, 2), reference.Mask(causal=True))
+    seen = reference.visible((1, 1, 3, 2), {"causal": True})
     assert seen[0, 0].tolist() == [[False, False], [True, False], [True, True]]
 
 

@@ -32,7 +32,7 @@ MASKS: dict[str, tuple[MaskSpec, dict[str, Any]]] = {
 
 def walked(M: int, N: int, mask: dict[str, Any], rows: int, columns: int, *starts: int) -> list[tuple[int, int]]:
     """By tile of `rows` query rows, tiles of `columns` keys from the first to the last one that any of them sees."""
-    seen = np.broadcast_to(reference.visible((1, 1, M, N), reference.Mask(**mask)), (1, 1, M, N))[0, 0]
+    seen = np.broadcast_to(reference.visible((1, 1, M, N), mask), (1, 1, M, N))[0, 0]
     found = []
     for row in starts or range(0, M, rows):
         keys = np.flatnonzero(seen[row : row + rows].any(axis=0))

@@ -38,8 +38,8 @@ def dense(case: Case, given: tuple[Any, Any], weight: Any, divergence: str) -> D
     """All in float64, by the definitions of divergences; inputs of the canonical order."""
     tq, tk, sq, sk = (reference.exact(x) for x in case.arrays)
     B, H, M, N = (*tq.shape[:3], tk.shape[2])
-    masks = {name: x for name, x in case.options.items() if name in reference.Mask._fields}
-    seen = np.broadcast_to(reference.visible((B, H, M, N), reference.Mask(**masks)), (B, H, M, N))
+    masks = {name: x for name, x in case.options.items() if name in reference.MASK_NAMES}
+    seen = np.broadcast_to(reference.visible((B, H, M, N), masks), (B, H, M, N))
     there = seen.any(-1, keepdims=True)
     logits, visible = [], []
     for q, k, z in ((tq, tk, given[0]), (sq, sk, given[1])):

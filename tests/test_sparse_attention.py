@@ -21,10 +21,12 @@ from streamkl_cupy.numpy_backend import attention as tiles
 from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.ops import SPARSE_ATTENTION
 from streamkl_cupy.options import MASK_ARRAYS
+from streamkl_cupy.rules.masks.blocks import drawn_pattern
+from streamkl_cupy.rules.masks.lengths import drawn_lengths
 from streamkl_cupy.testing import attention as definition
 from streamkl_cupy.testing.compare import check_gradient, check_lse
-from streamkl_cupy.testing.problems import MASK_OPTIONS, lengths, pattern
-from streamkl_cupy.testing.reference import Mask, rounded, visible
+from streamkl_cupy.testing.problems import MASK_OPTIONS
+from streamkl_cupy.testing.reference import MASK_NAMES, rounded, visible
 
 Array = NDArray[Any]
 NAMES = ("query", "key", "value")
@@ -48,7 +50,7 @@ def scalar(x: tuple[Array, ...], grad: Array, grad_lse: Array, options: dict[str
 
 @pytest.mark.parametrize("own", [{}, {"softcap": 0.7, "layout": "bnhd"}])
 def test_the_definition_has_the_gradients_of_its_forward(own: dict[str, Any], rng: np.random.Generator) -> None:
-    options = {"causal": True, "key_lengths": lengths(rng, 2, 14), "scale": -0.8, **own}
+    options = {"causal": True, "key_lengths": drawn_lengths(rng, 2, 14), "scale": -0.8, **own}
     x = inputs(rng, 9, 14)
     if "layout" in own:
         x = tuple(np.ascontiguousarray(a.swapaxes(1, 2)) for a in x)  # type: ignore[assignment]
@@ -328,7 +330,7 @@ def judge(
 def unseen(options: dict[str, Any], shape: tuple[int, ...], key_heads: int) -> tuple[Array, Array]:
     """Which keys (B, H_k, N) and which rows (B, H, M) have no pair that is seen."""
     B, H, _, N = shape
-    mask = Mask(**{k: v for k, v in options.items() if k in Mask._fields})
+    mask = {k: v for k, v in options.items() if k in MASK_NAMES}
     seen = np.broadcast_to(visible(shape, mask), shape)
     return ~seen.any(axis=2).reshape(B, key_heads, H // key_heads, N).any(axis=2), ~seen.any(axis=3)
 
@@ -356,7 +358,7 @@ def draw(rng: np.random.Generator) -> tuple[tuple[Array, ...], dict[str, Any], s
     if options.get("causal") and rng.random() < 0.4:
         options["q_offset"] = int(rng.integers(-20, N + 20))
     if not packed and M and N and rng.random() < 0.7:
-        options["block_mask"] = pattern(rng, H if rng.random() < 0.7 else 1, M, N)
+        options["block_mask"] = drawn_pattern(rng, H if rng.random() < 0.7 else 1, M, N)
     if rng.random() < 0.3:
         options["softcap"] = float(rng.uniform(0.5, 4))
     options["scale"] = float(rng.choice([-1, 1]) * rng.uniform(0.2, 0.3))  # a plan of its own, with the tiles of now

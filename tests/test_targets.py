@@ -60,8 +60,8 @@ def problem(
     packed = mask == "packed"
     B, H, M, N = 1 if packed else 2, 4, int(rng.integers(30, 150)), int(rng.integers(30, 300))
     options = {**MASK_OPTIONS[mask](rng, B, M, N), **options} if mask != "none" else options
-    masks = {name: x for name, x in options.items() if name in reference.Mask._fields}
-    seen = np.broadcast_to(reference.visible((B, H, M, N), reference.Mask(**masks)), (B, H, M, N))
+    masks = {name: x for name, x in options.items() if name in reference.MASK_NAMES}
+    seen = np.broadcast_to(reference.visible((B, H, M, N), masks), (B, H, M, N))
     heads = int(rng.choice([1, H]))
     p = np.exp(3 * rng.standard_normal((B, heads, M, N))) * seen[:, :heads]
     if holes:

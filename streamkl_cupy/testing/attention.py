@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..rules.divergences.interface import log_softmax, log_sum_exp
-from .reference import Mask, Numbers, Order, Terms, exact, finite_rows, visible
+from .reference import Numbers, Order, Terms, exact, finite_rows, visible
 
 Array = NDArray[Any]
 
@@ -135,14 +135,13 @@ class _Call(Order):
     def __init__(self, inputs: tuple[ArrayLike, ...], *, layout: str = "bhnd", **options: Any) -> None:
         arrays = [np.asarray(x) for x in inputs]
         numbers = Numbers.taken(options)
-        mask = Mask(**options)
-        super().__init__(arrays[0], layout, mask.cu_seqlens_q is not None)
+        super().__init__(arrays[0], layout, options)
         self.inputs = [self.canonical(exact(x), 1) for x in arrays]
         self.row_shape = self.inputs[0].shape[:3]
         self._scale, self._score = numbers.factor(arrays[0].shape[-1]), numbers.rule()
         self.factor = self._score.factor(self._scale)
         shape = (*self.row_shape, self.inputs[1].shape[2])
-        self._visible = np.broadcast_to(visible(shape, mask), shape)
+        self._visible = np.broadcast_to(visible(shape, options), shape)
 
     def heads(self) -> Iterator[_Head]:
         batch, heads = self.row_shape[:2]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import patterns
+from ..rules.masks import MASKS, Extents, Part
 from .reference import rounded
 
 Array = NDArray[Any]
@@ -108,46 +108,12 @@ def cumulative(lengths: Sequence[int]) -> Array:
     return np.cumsum([0, *lengths]).astype(np.int32)
 
 
-def pattern(rng: np.random.Generator, heads: int, M: int, N: int) -> patterns.BlockPattern:
-    """A random one, of blocks of any size."""
-    block = tuple(int(x) for x in rng.choice([16, 32, 48, 128], 2))
-    shape = (heads, -(-M // block[0]), -(-N // block[1]))
-    return patterns.from_dense(
-        rng.random(shape) < rng.choice([0.1, 0.4, 0.9]), queries=M, keys=N, block=(block[0], block[1])
-    )
-
-
-def _window(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
-    return {"window": tuple([None, -1, 0, 1, 17, M, 10**6, int(rng.integers(N + 1))][i] for i in rng.integers(0, 8, 2))}
-
-
-def lengths(rng: np.random.Generator, B: int, most: int) -> Array:
-    """Random ones, some of them 0."""
-    found = rng.integers(0, most + 1, B)
-    found[rng.random(B) < 0.2] = 0
-    return found.astype(np.int32)
-
-
-def _cu_seqlens(rng: np.random.Generator, B: int, M: int, N: int) -> dict[str, Any]:
-    """Some sequences are empty, and some rows and keys may be left at the end."""
-    sequences = int(rng.integers(1, 7))
-    return {
-        name: np.sort(np.r_[0, rng.integers(0, total + 1, sequences)]).astype(np.int32)
-        for name, total in (("cu_seqlens_q", M), ("cu_seqlens_k", N))
-    }
+def _drawing(part: Part) -> Callable[[np.random.Generator, int, int, int], dict[str, Any]]:
+    return lambda rng, B, M, N: part.drawn(rng, Extents(B, 1, M, N))
 
 
 # Random options that ask for each part of masks, for inputs of these extents.
-MASK_OPTIONS: dict[str, Callable[[np.random.Generator, int, int, int], dict[str, Any]]] = {
-    "causal": lambda rng, B, M, N: {"causal": True},
-    "window": _window,
-    "lengths": lambda rng, B, M, N: {"key_lengths": lengths(rng, B, N)},
-    "query_lengths": lambda rng, B, M, N: {"query_lengths": lengths(rng, B, M)},
-    "packed": _cu_seqlens,
-    "keys": lambda rng, B, M, N: {"key_mask": rng.random((B, N)) < rng.choice([0.05, 0.5, 0.95])},
-    "query_mask": lambda rng, B, M, N: {"query_mask": rng.random((B, M)) < rng.choice([0.05, 0.5, 0.95])},
-    "blocks": lambda rng, B, M, N: {"block_mask": pattern(rng, 1, M, N)},
-}
+MASK_OPTIONS = {name: _drawing(part) for name, part in MASKS.items()}
 
 
 def upstream(rng: np.random.Generator, shape: tuple[int, ...], kind: str = "mixed") -> Array:

@@ -8,9 +8,9 @@ straightforward implementation would use.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,12 +19,10 @@ from ..numpy_backend.elements import narrow, widen
 from ..problem import Side
 from ..rules.divergences import PARAMETERS, bound, given_parameters
 from ..rules.divergences.interface import Divergence, log_softmax, log_sum_exp, terms_of
+from ..rules.masks import MASKS, packing
 from ..rules.scores import SCORES
 from ..rules.scores.interface import Score
 from ..rules.scores.softcap import capped
-
-if TYPE_CHECKING:
-    from ..patterns import BlockPattern
 
 Array = NDArray[Any]
 
@@ -216,62 +214,38 @@ def _backward(grad: ArrayLike, call: _Call, entry: Divergence) -> Gradients:
     return Gradients(*(call.callers_inputs(x) for x in (value, magnitude, noise, sensitivity)))
 
 
-class Mask(NamedTuple):
-    """What hides keys, by the options of `attention_kl`."""
-
-    causal: bool = False
-    q_offset: int | None = None
-    window: tuple[int | None, int | None] | None = None
-    key_lengths: ArrayLike | None = None
-    query_lengths: ArrayLike | None = None
-    cu_seqlens_q: ArrayLike | None = None
-    cu_seqlens_k: ArrayLike | None = None
-    key_mask: ArrayLike | None = None
-    query_mask: ArrayLike | None = None
-    block_mask: BlockPattern | None = None
+# The options that hide keys.
+MASK_NAMES: Final = tuple(dict.fromkeys(name for part in MASKS.values() for name in part.names))
 
 
-def visible(shape: tuple[int, ...], mask: Mask) -> Array:
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in options.items() if x is not None}
+
+
+def visible(shape: tuple[int, ...], options: Mapping[str, Any]) -> Array:
     """The dense boolean mask that the options of `attention_kl` stand for, to broadcast to `shape`, (B, H, M, N).
 
-    It says anew what the parts of masks say for tiles, so that each can be held against the other. M and N of packed
-    sequences count all of them.
+    It is what the parts of masks have as their definition, which says anew what they say for tiles, so that each can be
+    held against the other. M and N of packed sequences count all of them.
     """
-
+    if unknown := options.keys() - set(MASK_NAMES):
+        raise TypeError(f"{min(unknown)} is no option of masks; those are {', '.join(MASK_NAMES)}")
+    given = _given(options)
+    parts = [part for part in MASKS.values() if not given.keys().isdisjoint(part.names)]
     M, N = shape[2:]
 
-    def band(m: int, n: int) -> Array:
-        distance = np.arange(n) - np.arange(m)[:, None] - (n - m if mask.q_offset is None else mask.q_offset)
-        left, right = mask.window or (None, None)
-        seen = np.ones((m, n), np.bool_)
-        if mask.causal:
-            seen &= distance <= 0
-        if left is not None and left != -1:
-            seen &= distance >= -left
-        if right is not None and right != -1:
-            seen &= distance <= right
+    def within(m: int, n: int) -> Array:
+        seen = np.ones((1, 1, m, n), np.bool_)
+        for part in parts:
+            seen = seen & part.definition(given, m, n)
         return seen
 
-    if mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None:
-        seen = np.zeros((M, N), np.bool_)
-        bounds = (np.asarray(x).tolist() for x in (mask.cu_seqlens_q, mask.cu_seqlens_k))
-        for (q0, q1), (k0, k1) in zip(*map(pairwise, bounds)):
-            seen[q0:q1, k0:k1] = band(q1 - q0, k1 - k0)
-    else:
-        seen = band(M, N)
-    seen = seen[None, None]
-    if mask.key_lengths is not None:
-        seen = seen & (np.arange(N) < np.asarray(mask.key_lengths)[:, None, None, None])
-    if mask.query_lengths is not None:
-        seen = seen & (np.arange(M)[:, None] < np.asarray(mask.query_lengths)[:, None, None, None])
-    if mask.key_mask is not None:
-        seen = seen & np.atleast_2d(np.asarray(mask.key_mask))[:, None, None, :]
-    if mask.query_mask is not None:
-        seen = seen & np.atleast_2d(np.asarray(mask.query_mask))[:, None, :, None]
-    if mask.block_mask is not None:
-        blocks = mask.block_mask.dense()
-        rows = np.repeat(blocks, mask.block_mask.query_block, axis=1)[:, :M]
-        seen = seen & np.repeat(rows, mask.block_mask.key_block, axis=2)[:, :, :N]
+    packed = packing(given)
+    if packed is None:
+        return within(M, N)
+    seen = np.zeros((1, 1, M, N), np.bool_)
+    for (q0, q1), (k0, k1) in zip(*(pairwise(np.asarray(given[name]).tolist()) for name in packed.bounds)):
+        seen[:, :, q0:q1, k0:k1] = within(q1 - q0, k1 - k0)
     return seen
 
 
@@ -383,7 +357,8 @@ class Numbers(NamedTuple):
 class Order:
     """Canonical order (batch, head, row, column), and the way back to the caller's."""
 
-    def __init__(self, first: Array, layout: str, packed: bool) -> None:
+    def __init__(self, first: Array, layout: str, options: Mapping[str, Any]) -> None:
+        packed = packing(_given(options)) is not None
         self._swap = (layout == "bnhd" and first.ndim > 2) or packed
         self._rank = first.ndim
 
@@ -406,8 +381,7 @@ class _Call(Order):
     def __init__(self, inputs: tuple[ArrayLike, ...], *, layout: str = "bhnd", **options: Any) -> None:
         arrays = [np.asarray(x) for x in inputs]
         numbers = [Numbers.taken(options, f"{side}_") for side in ("teacher", "student")]
-        mask = Mask(**options)
-        super().__init__(arrays[0], layout, mask.cu_seqlens_q is not None)
+        super().__init__(arrays[0], layout, options)
         self._inputs = [self.canonical(exact(x), 1) for x in arrays]
         self._shapes = [x.shape for x in self._inputs]
         self.row_shape = self._inputs[0].shape[:3]
@@ -415,7 +389,7 @@ class _Call(Order):
         self._scales = tuple(x.factor(dim) for x, dim in zip(numbers, dims, strict=True))
         self._scores = tuple(x.rule() for x in numbers)
         shape = (*self.row_shape, self._shapes[1][2])
-        self.visible = np.broadcast_to(visible(shape, mask), shape)
+        self.visible = np.broadcast_to(visible(shape, options), shape)
 
     def canonical_rows(self, x: Array) -> Array:
         return self.canonical(x, 0)

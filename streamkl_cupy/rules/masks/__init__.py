@@ -1,4 +1,4 @@
-"""The parts of masks by name, in the order in which kernels read them, and what all parts of a mask say together."""
+"""The parts of masks by name, each a module of this folder, as its `PART`; what all of a mask say together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...problem import MaskSpec, Problem
-from . import blocks, causal, keys, lengths, packed, query_lengths, query_mask, window
+from ..registry import entries_of
 from .diagonal import up_to
 from .interface import Asked, Bools, Cutting, Extents, Indices, MaskArray, Packing, Part, Range, Scene, Segment
 
@@ -44,10 +44,17 @@ __all__ = [
     "visible",
 ]
 
-# A part that kernels have lists of comes last.
+
+def _place(part: Part) -> tuple[bool | str, ...]:
+    """Where a part stands in a mask, which is the order of a kernel's words and, of parts with an integer of one name,
+    whose counts: static options before what arrays say, what ends or begins a segment before what is asked inside,
+    and a part that kernels have lists of last."""
+    return part.listed, bool(part.arrays), not part.shortens, part.packing is None, part.name
+
+
 MASKS: Final[dict[str, Part]] = {
-    module.PART.name: module.PART
-    for module in (causal, window, lengths, query_lengths, packed, keys, query_mask, blocks)
+    part.name: part
+    for part in sorted(entries_of(__name__, __path__, "PART", ("diagonal", "interface")).values(), key=_place)
 }
 ARRAYS: Final[dict[str, MaskArray]] = {array.name: array for part in MASKS.values() for array in part.arrays}
 

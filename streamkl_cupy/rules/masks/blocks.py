@@ -127,6 +127,21 @@ def _cut(part: Cutting) -> Mapping[str, Any]:
     return {"block_mask": _pattern_of(pattern, part.q, part.k, part.heads)}
 
 
+def _definition(options: Mapping[str, Any], rows: int, keys: int) -> Bools:
+    pattern = options["block_mask"]
+    lines = np.repeat(pattern.dense(), pattern.query_block, axis=1)[:, :rows]
+    return np.repeat(lines, pattern.key_block, axis=2)[:, :, :keys]
+
+
+def drawn_pattern(rng: np.random.Generator, heads: int, queries: int, keys: int) -> BlockPattern:
+    """A random one, of blocks of any size."""
+    from ...patterns import from_dense  # which a call without a pattern does not import
+
+    size_q, size_k = (int(x) for x in rng.choice([16, 32, 48, 128], 2))
+    listed = rng.random((heads, -(-queries // size_q), -(-keys // size_k))) < rng.choice([0.1, 0.4, 0.9])
+    return from_dense(listed, queries=queries, keys=keys, block=(size_q, size_k))
+
+
 PART = Part(
     name="blocks",
     header="masks/blocks.cuh",
@@ -137,6 +152,8 @@ PART = Part(
     visible=lambda scene, rows, keys: _listed(scene, rows.ravel(), keys),
     key_range=lambda scene, q0, q1: (0, scene.keys),
     full=lambda scene, q0, q1, k0, k1: bool(_listed_blocks(scene, q0, q1, k0, k1).all()),
+    definition=_definition,
+    drawn=lambda rng, extents: {"block_mask": drawn_pattern(rng, 1, extents.queries, extents.keys)},
     holes=_block_holes,
     sparse=True,
     registers=2,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from .diagonal import OPTIONS, band_of, cut, from_ends, last_key, narrowed
-from .interface import Asked, Part
+from .diagonal import OPTIONS, band_of, cut, distances, from_ends, last_key, narrowed
+from .interface import Asked, Bools, Part
 
 # Rows of a block: below this many its products are short, and threads would share more of them.
 LEAST_ROWS = 256
@@ -19,6 +20,11 @@ def _asked(asked: Asked) -> Mapping[str, int] | None:
     return {"q_offset": 0 if band.own else max(-extents.queries, min(band.offset + band.right, extents.keys))}
 
 
+def _definition(options: Mapping[str, Any], rows: int, keys: int) -> Bools:
+    seen: Bools = (distances(options, rows, keys) <= 0) | (not options.get("causal"))
+    return seen
+
+
 PART = Part(
     name="causal",
     header="masks/causal.cuh",
@@ -29,6 +35,8 @@ PART = Part(
     visible=lambda scene, rows, keys: keys - rows <= scene.params["q_offset"],
     key_range=lambda scene, q0, q1: (0, q1 + scene.params["q_offset"]),
     full=lambda scene, q0, q1, k0, k1: k1 - 1 <= q0 + scene.params["q_offset"],
+    definition=_definition,
+    drawn=lambda rng, extents: {"causal": True},
     registers=0,
     knows_queries=True,
     tallest=lambda mask, rows: max(rows // 16, LEAST_ROWS),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .interface import Asked, Chosen, Cutting, Extents
+import numpy as np
+
+from .interface import Asked, Chosen, Cutting, Extents, Indices
 
 
 class Band(NamedTuple):
@@ -31,6 +33,12 @@ def band_of(asked: Asked) -> Band:
     own = asked.sequences > 0 and options.q_offset is None
     offset = extents.keys - extents.queries if options.q_offset is None else options.q_offset
     return Band(left, 0 if options.causal else right, 0 if own else offset, own)
+
+
+def distances(options: Mapping[str, Any], rows: int, keys: int) -> Indices:
+    """How far keys lie behind the diagonal of each row; unless an offset is given, the last row's is the last key."""
+    offset = options.get("q_offset")
+    return np.arange(keys) - np.arange(rows)[:, None] - (keys - rows if offset is None else offset)
 
 
 # What is the same of every part that is a diagonal, where a call is cut. All ask the same options.

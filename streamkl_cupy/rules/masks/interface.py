@@ -162,6 +162,12 @@ class Part:
     """(scene, q0, q1) -> keys that any of the rows [q0, q1) may see; of any values where the scene has none."""
     full: Callable[[Scene, int, int, int, int], bool]
     """(scene, q0, q1, k0, k1) -> whether every row of [q0, q1) sees every key of [k0, k1)."""
+    definition: Callable[[Mapping[str, Any], int, int], Bools]
+    """(options and arrays that a call gives, rows, keys) -> what passes of these, inside a sequence, to broadcast to
+    (b, h, m, n). It is said of options, not of what `asked` makes of them, so that each can be held against the other;
+    only asked where one of its own is given."""
+    drawn: Callable[[np.random.Generator, Extents], dict[str, Any]]
+    """Random options and arrays that ask for it, of calls with these extents: tests run for every part."""
     holes: Callable[[Scene, int, int, int, int], Bools] | None = None
     """(scene, q0, q1, k0, k1) -> (k1 - k0,) whether any of the rows may see the key; None: what `key_range` says."""
     sparse: bool = False
@@ -196,6 +202,11 @@ class Part:
     packing: Packing | None = None
     beside: tuple[str, ...] = ()
     """Parts that it is compiled together with ahead of time, for it seldom comes alone."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all options that ask for it."""
+        return (*self.options, *(array.name for array in self.arrays))
 
     @property
     def words(self) -> int:

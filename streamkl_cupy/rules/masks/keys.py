@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from .interface import Extents, MaskArray, Part, Shape
+from .interface import Bools, Extents, MaskArray, Part, Shape
 
 
 def _misfit(shape: Shape, extents: Extents) -> str:
@@ -19,6 +20,16 @@ def cut(mask: Any, start: int, stop: int) -> Any:
     return mask[..., start:stop]
 
 
+def drawn_values(rng: np.random.Generator, batch: int, count: int) -> Bools:
+    """Few of them, half or most."""
+    drawn: Bools = rng.random((batch, count)) < rng.choice([0.05, 0.5, 0.95])
+    return drawn
+
+
+def _definition(options: Mapping[str, Any], rows: int, keys: int) -> Bools:
+    return np.atleast_2d(np.asarray(options["key_mask"]))[:, None, None, :]
+
+
 PART = Part(
     name="keys",
     header="masks/keys.cuh",
@@ -29,6 +40,8 @@ PART = Part(
     visible=lambda scene, rows, keys: scene.arrays["key_mask"][:, None, None, keys],
     key_range=lambda scene, q0, q1: (0, scene.keys),
     full=lambda scene, q0, q1, k0, k1: bool(scene.arrays["key_mask"][:, k0:k1].all()),
+    definition=_definition,
+    drawn=lambda rng, extents: {"key_mask": drawn_values(rng, extents.batch, extents.keys)},
     holes=lambda scene, q0, q1, k0, k1: np.logical_or.reduce(scene.arrays["key_mask"][:, k0:k1], axis=0),
     sparse=True,
     registers=2,

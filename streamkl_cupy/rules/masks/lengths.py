@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,20 @@ def cut(lengths: Any, start: int, stop: int) -> Any:
     return (lengths - start).clip(0, stop - start)
 
 
+def drawn_lengths(rng: np.random.Generator, batch: int, most: int) -> Indices:
+    """Random ones, some of them 0."""
+    found = rng.integers(0, most + 1, batch)
+    found[rng.random(batch) < 0.2] = 0
+    return found.astype(np.int32)
+
+
 def _visible(scene: Scene, rows: Indices, keys: Indices) -> Bools:
     seen: Bools = keys < scene.arrays["key_lengths"][:, None, None, None]
+    return seen
+
+
+def _definition(options: Mapping[str, Any], rows: int, keys: int) -> Bools:
+    seen: Bools = np.arange(keys) < np.asarray(options["key_lengths"])[:, None, None, None]
     return seen
 
 
@@ -57,6 +70,8 @@ PART = Part(
     visible=_visible,
     key_range=_key_range,
     full=lambda scene, q0, q1, k0, k1: bool(k1 <= scene.arrays["key_lengths"].min(initial=k1)),
+    definition=_definition,
+    drawn=lambda rng, extents: {"key_lengths": drawn_lengths(rng, extents.batch, extents.keys)},
     registers=0,
     shortens=True,
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from .interface import Asked, Chosen, Extents, Indices, MaskArray, Packing, Part, Segment, Shape
+from .interface import Asked, Bools, Chosen, Extents, Indices, MaskArray, Packing, Part, Segment, Shape
 
 BOUNDS = ("cu_seqlens_q", "cu_seqlens_k")
 
@@ -83,6 +84,20 @@ def _segments(values: Mapping[str, Indices], params: Mapping[str, int]) -> list[
     ]
 
 
+def _definition(options: Mapping[str, Any], rows: int, keys: int) -> Bools:
+    """Inside a sequence all of it; pairs of different ones are never asked about."""
+    return np.ones((rows, keys), np.bool_)
+
+
+def _drawn(rng: np.random.Generator, extents: Extents) -> dict[str, Any]:
+    """Some sequences are empty, and some rows and keys may be left at the end."""
+    sequences = int(rng.integers(1, 7))
+    return {
+        name: np.sort(np.r_[0, rng.integers(0, total + 1, sequences)]).astype(np.int32)
+        for name, total in zip(BOUNDS, (extents.queries, extents.keys), strict=True)
+    }
+
+
 PART = Part(
     name="packed",
     header="masks/packed.cuh",
@@ -110,6 +125,8 @@ PART = Part(
     visible=lambda scene, rows, keys: True,
     key_range=lambda scene, q0, q1: (0, scene.keys),
     full=lambda scene, q0, q1, k0, k1: True,
+    definition=_definition,
+    drawn=_drawn,
     check=_check,
     cut_once=True,
     packing=Packing("bnhd", BOUNDS, _check_inputs, lambda given: given["cu_seqlens_q"][0] - 1, _segments),

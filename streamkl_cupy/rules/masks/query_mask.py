@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
 from .causal import LEAST_ROWS
-from .interface import Extents, MaskArray, Part, Range, Scene, Shape
-from .keys import cut
+from .interface import Bools, Extents, MaskArray, Part, Range, Scene, Shape
+from .keys import cut, drawn_values
 
 
 def _misfit(shape: Shape, extents: Extents) -> str:
@@ -15,6 +20,10 @@ def _misfit(shape: Shape, extents: Extents) -> str:
 def _key_range(scene: Scene, q0: int, q1: int) -> Range:
     mask = scene.arrays.get("query_mask")
     return 0, scene.keys if mask is None or mask[:, q0:q1].any() else 0
+
+
+def _definition(options: Mapping[str, Any], rows: int, keys: int) -> Bools:
+    return np.atleast_2d(np.asarray(options["query_mask"]))[:, None, :, None]
 
 
 PART = Part(
@@ -29,6 +38,8 @@ PART = Part(
     visible=lambda scene, rows, keys: scene.arrays["query_mask"][:, None, rows],
     key_range=_key_range,
     full=lambda scene, q0, q1, k0, k1: bool(scene.arrays["query_mask"][:, q0:q1].all()),
+    definition=_definition,
+    drawn=lambda rng, extents: {"query_mask": drawn_values(rng, extents.batch, extents.queries)},
     sparse=True,
     picks_queries=True,
     registers=2,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from ...problem import MaskSpec
-from .diagonal import OPTIONS, band_of, cut, from_ends, narrowed
-from .interface import Asked, Bools, Indices, Part, Range, Scene
+from .diagonal import OPTIONS, band_of, cut, distances, from_ends, narrowed
+from .interface import Asked, Bools, Extents, Indices, Part, Range, Scene
 
 LEAST_ROWS = 128  # of a block
 
@@ -44,6 +47,20 @@ def _tallest(mask: MaskSpec, rows: int) -> int:
     return rows if left < 0 or right < 0 else max((left + right) // 2, LEAST_ROWS)
 
 
+def _definition(options: Mapping[str, Any], rows: int, keys: int) -> Bools:
+    distance = distances(options, rows, keys)
+    left, right = (np.inf if x in (None, -1) else x for x in options.get("window") or (None, None))
+    seen: Bools = (distance >= -left) & (distance <= right)
+    return seen
+
+
+def _drawn(rng: np.random.Generator, extents: Extents) -> dict[str, Any]:
+    def side(kind: int) -> int | None:
+        return (None, -1, 0, 1, 17, extents.queries, 10**6, int(rng.integers(extents.keys + 1)))[kind]
+
+    return {"window": tuple(map(side, rng.integers(0, 8, 2)))}
+
+
 PART = Part(
     name="window",
     header="masks/window.cuh",
@@ -54,6 +71,8 @@ PART = Part(
     visible=_visible,
     key_range=_key_range,
     full=_full,
+    definition=_definition,
+    drawn=_drawn,
     knows_queries=True,
     tallest=_tallest,
     options=OPTIONS,
