@@ -356,11 +356,11 @@ def test_a_block_on_the_host(rng: np.random.Generator, monkeypatch: pytest.Monke
         t = np.exp2(teacher - lse2[..., None]).reshape(B, G, heads[0], M, N).sum(2)
         scores = np.einsum("bhmd,bnd->bhmn", iq, ik[:, 0])
         logits = 0.3 * (weights[..., None] * np.maximum(scores, 0)).reshape(B, G, heads[1], M, N).sum(2)
-        share = cut.share_keys
+        keys_each = cut.split_keys
         lanes = np.arange(N) % 8 < 2  # of the first lane of a warp, which stands for all four
         for row in range(0, M, 8):
             end = rows[0, row, 1]
-            wide = 2 * -(-(-(-ends[0, row // GRID] // GRID) * GRID) // share)
+            wide = 2 * -(-(-(-ends[0, row // GRID] // GRID) * GRID) // keys_each)
             for g in range(G):
                 mass = total = terms = 0.0
                 r = found[g, :wide, row, 0].max()

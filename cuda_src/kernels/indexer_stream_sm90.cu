@@ -1,7 +1,7 @@
 // The indexer's score tile (indexer_score/score.cuh has what it is) where queries of heads stream past keys that stay:
 // tensor-memory copies, products of warpgroups, blocks that go from one piece of work to the next.
 //
-//   item       kRows query rows of one batch entry and group, and kShareKeys of the keys that they see
+//   item       kRows query rows of one batch entry and group, and kSplitKeys of the keys that they see
 //   producer   one warp; finds items, has keys on their way for as many heads as read them, and streams the queries of
 //              all heads through a ring of pieces, each some chunks of 64 columns of kRows rows
 //   consumers  two warpgroups, which have the same rows and each a half of a tile's keys: a head's queries are read
@@ -49,7 +49,7 @@ constexpr int kTeacherPieces = TeacherSide::kChunks / kPieceChunks;
 constexpr int kIndexPieces = kKeysStream ? 1 : IndexSide::kChunks / kPieceChunks;
 constexpr int kOwnKeys = kColumns / kCluster;  // that a block has brought, for all of the cluster
 constexpr int kKeyBox = kOwnKeys < kColumns / 2 ? kOwnKeys : kColumns / 2;
-constexpr int kShareKeys = SKL_SHARE_KEYS;
+constexpr int kSplitKeys = SKL_SPLIT_KEYS;
 constexpr int kConsumerWarps = 8;
 constexpr int kTeacherKeyBytes = kKeysStream ? 0 : TeacherSide::bytes(kColumns);
 constexpr int kIndexKeyBytes = IndexSide::bytes(kColumns);
@@ -89,7 +89,7 @@ static_assert(kEnding == kEndsInRows || kEnding == kEndsInStrip, "plan: rows or 
 static_assert(!kTeacherIsGiven && SKL_R_DIM == 0, "plan: products of one part, of teacher and student");
 static_assert(!kKeysStream || IndexSide::kChunks * kQueryBytes <= kPieceBytes, "plan: a head's queries are one piece");
 static_assert(kCluster <= 2, "plan: clusters of which a GPU is full");
-static_assert(kShareKeys % kColumns == 0, "plan: a share has whole tiles");
+static_assert(kSplitKeys % kColumns == 0, "plan: a split has whole tiles");
 static_assert(TeacherSide::kChunks % kPieceChunks == 0 && IndexSide::kChunks % kPieceChunks == 0, "plan: whole pieces");
 static_assert(!kKeysStream || kPieceChunks == 1, "plan: a piece has a chunk of keys");
 static_assert(1024 + kItemsAt + 2 * sizeof(Item) == SKL_SMEM_BYTES, "plan: smem_bytes");
@@ -138,9 +138,9 @@ private:
             Range keys{0, 0};
             if (pair + lane < 2 * pairs)
                 keys = keys_of_tiles(mine % entries / args().groups, end_tile() - 1 - mine / entries);
-            const int length = keys.end - keys.begin, rest = length % kShareKeys;
-            const u32 shares = ceil_div(length, kShareKeys), less = rest > 0 && rest <= kWarpColumns;
-            const u32 count = pair + lane < pairs ? shares - less : less;
+            const int length = keys.end - keys.begin, rest = length % kSplitKeys;
+            const u32 splits = ceil_div(length, kSplitKeys), less = rest > 0 && rest <= kWarpColumns;
+            const u32 count = pair + lane < pairs ? splits - less : less;
             u32 sum = count;
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) {
@@ -156,12 +156,12 @@ private:
             index -= __shfl_sync(~0u, sum - count, from);
             pair += from;
             const int tiles = (end_tile() - 1 - pair % pairs / entries) * kCluster;
-            const int share = pair < pairs ? static_cast<int>(index) : __shfl_sync(~0u, shares, from) - 1;
+            const int split = pair < pairs ? static_cast<int>(index) : __shfl_sync(~0u, splits, from) - 1;
             item.tile = tiles + rank;
             item.entry = pair % pairs % entries;
-            item.key = __shfl_sync(~0u, keys.begin, from) + share * kShareKeys;
-            item.end = min(__shfl_sync(~0u, keys.end, from), item.key + kShareKeys);
-            item.state = 2 * share;
+            item.key = __shfl_sync(~0u, keys.begin, from) + split * kSplitKeys;
+            item.end = min(__shfl_sync(~0u, keys.end, from), item.key + kSplitKeys);
+            item.state = 2 * split;
             if constexpr (kEnding == kEndsInRows && !SKL_BITS) find_common(item);
             item.idle = kEnding == kEndsInStrip && idle(tiles, item.entry);
             item.absent =
@@ -566,13 +566,13 @@ private:
         write_state(item, key, below, state);
     }
 
-    // Of a share's second and later tiles what there is already is added to.
+    // Of a split's second and later tiles what there is already is added to.
     __device__ void write_state(const Item& item, int key, int below, MassState state) const {
         const int r = item.tile * kRows + row + Accumulators::below(below);
         if (!Accumulators::writes_row(lane) || r >= args.queries) return;
         float4& to = reinterpret_cast<float4*>(
             args.states)[(static_cast<i64>(item.entry) * args.splits + item.state + half) * args.queries + r];
-        if (kShareKeys > kColumns && key > item.key) state.merge({to.x, to.y, to.z, to.w});
+        if (kSplitKeys > kColumns && key > item.key) state.merge({to.x, to.y, to.z, to.w});
         to = make_float4(state.r, state.l, state.mass, state.terms);
     }
 

@@ -89,10 +89,10 @@ class RowCut(NamedTuple):
 
     states: int
     """Of each row."""
-    share_keys: int = 0
-    """Of a share, which has two of these; 0: every row has as many as there are splits."""
+    split_keys: int = 0
+    """Of a split, which has two of these; 0: every row has as many as there are splits."""
     tiles: int = 1
-    """Row tiles that have their shares in common."""
+    """Row tiles that have their splits in common."""
 
 
 class StripCut(NamedTuple):
@@ -173,7 +173,7 @@ class Scores(IndexerKernel[Tile]):
     kind = "indexer_score"
     slots = SLOTS
     streams: ClassVar[bool] = False
-    """Whether queries are streamed past keys, which are cut into shares."""
+    """Whether queries are streamed past keys, whose keys are split."""
     gathers: ClassVar[bool] = False
     """Whether keys that ids name are gathered."""
 

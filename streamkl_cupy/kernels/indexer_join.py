@@ -1,4 +1,4 @@
-"""States of rows joined over the shares of their keys, `kernels/indexer_join.cu`."""
+"""States of rows joined over the splits of their keys, `kernels/indexer_join.cu`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def plan(cut: RowCut, facts: DeviceFacts, lse: bool = False) -> KernelText:
     constants = {
         "SKL_LSE": int(lse),
         "SKL_PARTS": parts(cut),
-        "SKL_SHARE_KEYS": cut.share_keys,
-        "SKL_SHARE_ROWS": cut.tiles * GRID,
+        "SKL_SPLIT_KEYS": cut.split_keys,
+        "SKL_SPLIT_ROWS": cut.tiles * GRID,
         "SKL_GRID": GRID,
     }
     return beside("indexer_join", facts, THREADS, constants)
@@ -25,7 +25,7 @@ def plan(cut: RowCut, facts: DeviceFacts, lse: bool = False) -> KernelText:
 
 def parts(cut: RowCut) -> int:
     """Threads to a row."""
-    return PARTS if cut.share_keys else 1
+    return PARTS if cut.split_keys else 1
 
 
 def grid(rows: int, entries: int, cut: RowCut) -> Grid:

@@ -39,7 +39,7 @@ ITEM_BYTES = 40
 COLUMNS = 256
 """Keys of a tile, of both warpgroups."""
 MOST_STATES = 128
-"""Of a row, one of each half of a share of its keys: 2 KiB."""
+"""Of a row, one of each half of a split of its keys: 2 KiB."""
 THREADS = 3 * 128
 
 
@@ -120,10 +120,10 @@ class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
         return None, "the head dims need more shared memory than there is"
 
     def row_cut(self, work: IndexerWork, splits: int) -> RowCut:
-        """Two states of each share, a tile of keys or so many that a row has no more states than it may."""
+        """Two states of each split, a tile of keys or so many that a row has no more states than it may."""
         tiles = -(-work.keys // COLUMNS)
-        share = COLUMNS * max(-(-2 * tiles // MOST_STATES), 1)
-        return RowCut(2 * -(-work.keys // share), share, _TABLE[work.several_keys].cluster)
+        keys = COLUMNS * max(-(-2 * tiles // MOST_STATES), 1)
+        return RowCut(2 * -(-work.keys // keys), keys, _TABLE[work.several_keys].cluster)
 
     def grid(self, work: IndexerWork, tiles: int, splits: int, entries: int, facts: DeviceFacts) -> Grid:
         cut = self.row_cut(work, splits)
@@ -148,7 +148,7 @@ class StreamSm90(HopperIndexerKernel[Tile], Scores[Tile]):
             **arrivals(),
             "SKL_KEYS_STREAM": int(row.stream),
             "SKL_CLUSTER": row.cluster,
-            "SKL_SHARE_KEYS": self.row_cut(work, 1).share_keys,
+            "SKL_SPLIT_KEYS": self.row_cut(work, 1).split_keys,
             "SKL_PIECE_CHUNKS": piece_chunks(work),
             "SKL_CONSUMER_REGISTERS": consumer,
             "SKL_PRODUCER_REGISTERS": producer,

@@ -26,7 +26,7 @@ constexpr int kStageBytes = IndexTile::bytes(kColumns) + StripTile::bytes(kRows)
 static_assert(IndexTile::bytes(kRows) + kStages * kStageBytes + Products::kAlignment == SKL_SMEM_BYTES,
               "plan: smem_bytes");
 
-// The keys of a share of tiles, and the gradients of the rows' logits for them.
+// Keys, some tiles at a time, and the gradients of the rows' logits for them.
 struct Tiles {
     const IndexerArgs& args;
     u32 ring;

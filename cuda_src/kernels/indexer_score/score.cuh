@@ -2,7 +2,7 @@
 // lse_h) over the teacher's heads and I = sum_h w_h a(q_h k) over the student's, a(s) being s, or max(s, 0) where gates
 // are asked for. Nothing of a head is kept. What becomes of a tile is the ending:
 //
-//   0 rows     states (r, l, Z, A) of the rows, over the keys of one share; kernels/indexer_join.cu makes rows of them
+//   0 rows     states (r, l, Z, A) of the rows, over the keys of one split; kernels/indexer_join.cu makes rows of them
 //   1 strip    the gradient of the student's logits, u (Q - P), for the kernels that multiply by it
 //   2 target   t as it is
 //   3 lse      of one head of the teacher alone, states (r, l, 0, 0)
@@ -35,7 +35,7 @@ static_assert(SKL_R_DIM <= SKL_T_PART, "plan: a rotary part is one part");
 
 // Where a block is among its products.
 struct Step {
-    int key, end;                    // of the tile, and of the block's share
+    int key, end;                    // of the tile, and of the block's split
     int head, teacher_heads, heads;  // the teacher's come first
     int first_head, teacher_group;   // of the call, and how many share their keys
     int part = 0;
@@ -126,13 +126,13 @@ __device__ inline void head_factors(const IndexerArgs& args, const Step& at, int
 }
 
 // The state of a row, or where there is but one its log-sum-exp.
-__device__ inline void leave_state(const IndexerArgs& args, const MassState& x, int batch, int which, int share,
+__device__ inline void leave_state(const IndexerArgs& args, const MassState& x, int batch, int which, int split,
                                    int r) {
     if (kEnding == kEndsInLse && args.splits == 1)
         *row_vector(args.out_lse, batch, which, r) = x.l == 0.f ? -infinity() : kLn2 * (x.r + log2f(x.l));
     else
         reinterpret_cast<float4*>(
-            args.states)[(static_cast<i64>(blockIdx.y) * args.splits + share) * args.queries + r] =
+            args.states)[(static_cast<i64>(blockIdx.y) * args.splits + split) * args.queries + r] =
             make_float4(x.r, x.l, x.mass, x.terms);
 }
 
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
     // Under a causal mask the last rows have most keys.
     const int last_tile = (args.first_tile + args.tiles) * (kStripTile / kRows) - 1;
     const int tile = last_tile - static_cast<int>(blockIdx.x) / args.splits;
-    const int share = static_cast<int>(blockIdx.x) % args.splits;
+    const int split = static_cast<int>(blockIdx.x) % args.splits;
     const int entries = kEnding == kEndsInLse ? args.groups * args.teacher_heads : args.groups;
     const int batch = static_cast<int>(blockIdx.y) / entries, which = static_cast<int>(blockIdx.y) % entries;
     const int group = kEnding == kEndsInLse ? which / args.teacher_heads : which;
@@ -221,8 +221,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
         return keys.begin + static_cast<int>(static_cast<i64>(tiles) * i / args.splits) * kColumns;
     };
     Step at;
-    at.key = cut(share);
-    at.end = cut(share + 1);
+    at.key = cut(split);
+    at.end = cut(split + 1);
     at.begin(args, kEnding == kEndsInLse ? which : group * args.teacher_heads);
     Step ahead = at;
 
@@ -349,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, SKL_MIN_BLOCKS)
             if constexpr (kColumnWarps == 1) Accumulators::merge_row(state[half]);
             const int r = row + Accumulators::below(half);
             if (!Accumulators::writes_row(lane) || r >= args.queries) continue;
-            leave_state(args, state[half], batch, which, share, r);
+            leave_state(args, state[half], batch, which, split, r);
         }
     }
 }
