@@ -207,6 +207,8 @@ class Request(NamedTuple):
     bits: tuple[_Kernel, ...]
     """Pack arrays of the mask first, in the plan's order."""
     zeros: tuple[str, ...] = ()
+    workspace: bool = True
+    """Whether it may work in the workspace that a call gives it; else what needs one raises."""
 
 
 class Launches:
@@ -323,14 +325,10 @@ class Runner(Launches):
             )
 
         def commands() -> Iterator[Command]:
-            here, size = workspace, room
-            if not here:
-                size = 0
-            elif size is not None and size < self.plan.gradient_start:
-                here = 0
+            size = room if workspace else 0
             wrt = tuple(name for name, out in zip(self._names, outputs, strict=True) if out is not None)
             request = self._requests.get((wrt, size)) or self._backward(wrt, size, stream)
-            return self._commands(request, inputs, outputs, here, masks, self._read_rows(saved))
+            return self._commands(request, inputs, outputs, workspace, masks, self._read_rows(saved))
 
         self._launch(key, stream, commands)
 
@@ -344,6 +342,8 @@ class Runner(Launches):
         rows: Mapping[str, tuple[int, ...]] = NO_ROWS,
     ) -> Iterator[Command]:
         """What the request runs on these arrays, in order; `rows` are those that a backward reads, by field."""
+        if not request.workspace:
+            workspace = 0
         addresses = tuple([x.ptr for x in inputs])
         read: list[tuple[str, int]] = []
         if masks is not None and request.launches:
@@ -406,13 +406,15 @@ class Runner(Launches):
         return self._requests.setdefault(workspace, self._loaded(steps, stream))
 
     def _backward(self, wrt: tuple[str, ...], room: int | None, stream: int | None) -> Request:
-        steps = self.plan.backward_steps(wrt, inf if room is None else room)
-        return self._requests.setdefault((wrt, room), self._loaded(steps, stream, self.plan.zeros(wrt)))
+        size = inf if room is None else room
+        loaded = self._loaded(self.plan.backward_steps(wrt, size), stream)
+        found = loaded._replace(zeros=self.plan.zeros(wrt), workspace=self.plan.works_in(size))
+        return self._requests.setdefault((wrt, room), found)
 
-    def _loaded(self, steps: tuple[Step, ...], stream: int | None, zeros: tuple[str, ...] = ()) -> Request:
+    def _loaded(self, steps: tuple[Step, ...], stream: int | None) -> Request:
         """All kernels before any launch: what cannot be built must fail before anything is written."""
         launches = tuple((self._kernel(step.kernels, stream, step.copies), step) for step in steps)
-        return Request(launches, tuple(self._kernel((x.kernel,), stream) for x in self.plan.mask_bits), zeros)
+        return Request(launches, tuple(self._kernel((x.kernel,), stream) for x in self.plan.mask_bits))
 
     def _kernel(
         self,

@@ -104,6 +104,10 @@ class Plan:
         """Where in its workspace a backward has room for the rest, and what it needs at least."""
         return self.mask_bytes + sum(made.bytes for made in self.saved_rows)
 
+    def works_in(self, room: float) -> bool:
+        """Whether a backward can work in so many bytes: with fewer than `gradient_start` it has no workspace at all."""
+        return room >= self.gradient_start
+
     @property
     def passes(self) -> tuple[tuple[KernelPlan, KernelPlan | None], ...]:
         """The forward and what joins its splits, once for each pass that the divergence needs."""

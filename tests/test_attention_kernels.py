@@ -186,9 +186,13 @@ def test_a_backward_is_packed_by_name(
 def test_a_backward_without_a_workspace_is_refused(book: Book, rng: np.random.Generator) -> None:
     call = Call(rng, 30, 33, (64, 64), NO_MASK)
     outputs = SPARSE_ATTENTION.Gradients(*call.outputs.values())
-    with pytest.raises(ValueError, match="workspace: got none; these gradients need what backward_bytes says"):
-        call.runner.backward(tuple(call.inputs.values()), call.saved, outputs, 7, 0)
-    assert not book
+    inputs, least = tuple(call.inputs.values()), call.runner.plan.gradient_start
+    for room in ((0,), (call.workspace, None, 0), (call.workspace, None, least - 1)):
+        with pytest.raises(ValueError, match="workspace: got none; these gradients need what backward_bytes says"):
+            call.runner.backward(inputs, call.saved, outputs, 7, *room)
+        assert not book
+    call.runner.backward(inputs, call.saved, outputs, 7, call.workspace, None, least)
+    assert book[0][0] == "streamkl_attention_rows"
 
 
 # Choice of kernels
