@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..arrays import ITEMSIZE, ArrayView
 from ..kernels import (
@@ -56,6 +56,10 @@ ROW_REGIONS = ("lse2", "weights", "row_keys", "tile_keys", "bases", "bits")
 """What every request has in its workspace of rows."""
 SPARE_LINES = 4
 """Of a workspace, which begins anywhere and its regions on a line."""
+
+Way = Literal["lists", "gates", "strips"]
+"""How a backward goes: by lists of the keys that ids name; strip by strip with the gates that scores have kept; or with
+gates computed again."""
 
 
 class Cut(NamedTuple):
@@ -232,8 +236,15 @@ class IndexerPlan:
         return "" if found else next(iter(refusals.values()), "no kernel does that")
 
     @cached_property
+    def way(self) -> Way:
+        """How a backward goes."""
+        if not self.no_lists:
+            return "lists"
+        return "strips" if self.no_gates else "gates"
+
+    @cached_property
     def listed(self) -> Chosen:
-        """The kernel of all gradients, where it does."""
+        """The kernel of all gradients, where these go by lists."""
         return self.chosen("indexer_listed", self.work(self.shape))
 
     @cached_property
@@ -250,7 +261,7 @@ class IndexerPlan:
     @cached_property
     def strip_shape(self) -> IndexerShape:
         """What the kernels of a backward are compiled for."""
-        return self.shape._replace(tiled=not self.no_gates)
+        return self.shape._replace(tiled=self.way == "gates")
 
     @cached_property
     def query(self) -> Chosen:
@@ -281,7 +292,7 @@ class IndexerPlan:
     def strips(self) -> tuple[Strip, ...]:
         """Of a backward: where gates are kept, of as many rows as memory allows."""
         p, c = self.problem, self.cut
-        if self.no_gates:
+        if self.way != "gates":
             keys, step = -(-p["N"] // GRID) * GRID, max(c.strip_tiles, 1)
             firsts = range(0, c.grid_tiles, step)
             return tuple(Strip(i, min(step, c.grid_tiles - i), keys, 0, c.strip_splits) for i in firsts)
@@ -310,9 +321,7 @@ class IndexerPlan:
     @cached_property
     def shares(self) -> int:
         """Blocks over which the work of a gradient goes; without gates, the rows of a key tile."""
-        if not self.no_lists:
-            return 1
-        return self.cut.shares if self.no_gates else self.facts.multiprocessors
+        return {"lists": 1, "gates": self.facts.multiprocessors, "strips": self.cut.shares}[self.way]
 
     @cached_property
     def rows(self) -> KernelText:
@@ -358,12 +367,12 @@ class IndexerPlan:
         """All kernels of the gradients `wrt`."""
         if not self.wrt:
             return ()
-        if not self.no_lists:
+        if self.way == "lists":
             sums = (self.key_sum,) if "index_k" in self.wrt else ()
             return (*self.before, self.score("list").text, self.listed.text, *sums)
         query = [self.query.text] if self.by_query(self.wrt) else []
         key = [self.key.text, self.key_sum] if "index_k" in self.wrt else []
-        if self.no_gates:
+        if self.way == "strips":
             before = [self.scan]
         else:
             before = [self.units, *([self.key_tiling] if query else []), *([self.query_tiling] if key else [])]
@@ -392,7 +401,7 @@ class IndexerPlan:
     @cached_property
     def key_sum(self) -> KernelText:
         """What adds up the sums of blocks that share keys."""
-        if self.no_gates or not self.no_lists:
+        if self.way != "gates":
             return indexer_sum.plan(self.shape, self.facts)
         return indexer_gated_join.plan(self.strip_shape, self.shares, self.facts)
 
@@ -439,7 +448,7 @@ class IndexerPlan:
             "row_states": max(self.row_cut.states * self.problem.groups, lse),
             "strip_tiles": tiles * key_tiles,
             "key_tiles": key_tiles,
-            "key_shares": self.shares if self.no_gates else 1,
+            "key_shares": self.shares if self.way == "strips" else 1,
             "listed_rows": tiles * GRID,
             "listed_keys": self.list_keys,
             "shares": self.shares,
@@ -458,12 +467,12 @@ class IndexerPlan:
     def backward_sizes(self) -> dict[str, int]:
         """Bytes of the regions of a backward's workspace; where gates are kept, `strips` has what strips have one after
         the other."""
-        if not self.no_lists:
+        if self.way == "lists":
             counts, names = self.counts(self.list_tiles), ("listed", *(("key_sums",) if "index_k" in self.wrt else ()))
             regions = self.gradient_regions.only(names).sizes(counts)
             return {**INDEXER_ROW_REGIONS.only((*ROW_REGIONS, "row_stats")).sizes(counts), **regions}
         counts = self.counts(max((strip.tiles for strip in self.strips), default=0))
-        if not self.no_gates:
+        if self.way == "gates":
             strips = max((self.strip_bytes(strip.tiles, strip.pairs) for strip in self.strips), default=0)
             return self.gated_sizes(self.wrt, counts, strips)
         names = ("broken", *(("key_sums",) if "index_k" in self.wrt else ()))
@@ -514,6 +523,15 @@ class IndexerPlan:
         """Of a workspace of the gradients `wrt`."""
         return total(self.backward_sizes()) if self.wrt else 0
 
+    @property
+    def _in_parts(self) -> str:
+        """How the work of a backward is cut, in words."""
+        if self.way == "lists":
+            return f"lists of {self.list_keys} keys"
+        least, most = (f([strip.tiles * GRID for strip in self.strips], default=0) for f in (min, max))
+        rows = f"{least} to {most} rows" if least < most else counted(most, "row")
+        return f"{counted(len(self.strips), 'strip')} of {rows}, shares for {counted(self.shares, 'block')}"
+
     def __str__(self) -> str:
         p, n, streams = self.problem, self.sizes, self.streams
         teacher = f"H={n['H']} of {self.shape.teacher}" if n["H"] else "target given"
@@ -526,15 +544,15 @@ class IndexerPlan:
             *(f"    {kernel}" for kernel in self.forward),
         ]
         if self.wrt:
-            least, most = (f([strip.tiles * GRID for strip in self.strips], default=0) for f in (min, max))
-            rows = f"{least} to {most} rows" if least < most else counted(most, "row")
-            cut = f"{counted(len(self.strips), 'strip')} of {rows}, shares for {counted(self.shares, 'block')}"
-            gates = f"gates are not kept: {self.no_gates}" if self.no_gates else "gates are kept"
-            if not self.no_lists:
-                cut, gates = f"lists of {self.list_keys} keys", "keys of lists are gathered, as scores left gradients"
+            way = {
+                "lists": "keys of lists are gathered, as scores left gradients",
+                "gates": "gates are kept",
+                "strips": f"gates are not kept: {self.no_gates}",
+            }[self.way]
+            memory = f"{self.backward_bytes / 2**20:.1f} MiB of workspace"
             lines += [
-                f"  backward to {', '.join(self.wrt)}, {self.backward_bytes / 2**20:.1f} MiB of workspace, {cut}",
-                f"    {gates}",
+                f"  backward to {', '.join(self.wrt)}, {memory}, {self._in_parts}",
+                f"    {way}",
                 *(f"    {kernel}" for kernel in self.backward),
             ]
         return "\n".join(lines)

@@ -176,7 +176,7 @@ def _backward(plan: IndexerPlan) -> Iterator[Step | Clear]:
             "out_k": Array("index_k", "BJND", "outputs"),
         },
     )
-    gradients = _lists if not plan.no_lists else _strips if plan.no_gates else _gated_strips
+    gradients = {"lists": _lists, "gates": _gated_strips, "strips": _strips}[plan.way]
     yield from gradients(plan, fields, rows, room)
 
 
