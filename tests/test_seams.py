@@ -123,6 +123,35 @@ def test_the_readme_has_the_divergence(name: str) -> None:
     assert f'`"{name}"`: `{DIVERGENCES[name].formula}`' in readme
 
 
+OWN = {
+    "SPARSE_ATTENTION": {"attention.py", "numpy_backend/attention.py"},
+    "ATTENTION_KL_TO": {"targets.py", "numpy_backend/given.py"},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_who_knows_an_operation_by_name_stands_in_the_guide(name: str) -> None:
+    """As a name or as a text of that name, whatever messages and documentation say."""
+    guide = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = guide.partition("an operation touches these")[2].partition("\n\n`tests/")[0]
+    allowed = set(re.findall(r"`([\w/]+\.py)`", table.partition("|---|")[2]))
+    assert len(allowed) == 12
+    texts = {name.lower()}
+    found = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = isinstance(node, (ast.Name, ast.alias)) and name in (
+                getattr(node, "id", ""),
+                getattr(node, "name", ""),
+            )
+            if named or (isinstance(node, ast.Constant) and node.value in texts):
+                found.add(where)
+    own = OWN[name] | {f"ops/{name.lower()}.py", f"cli/{name.lower()}.py"}
+    assert found >= {"ops/__init__.py", "options.py", "kernels/structs.py"}, "the search is broken"
+    assert found - own <= allowed
+
+
 def test_every_header_of_a_registry_folder_is_registered() -> None:
     registered = {entry.header for registry in (MASKS, DIVERGENCES, SCORES) for entry in registry.values()}
     shared = {f"{folder}/interface.cuh" for folder in ("masks", "divergences", "scores")}
