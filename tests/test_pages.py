@@ -30,6 +30,18 @@ def tool(name: str, *arguments: str | Path, cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
+def test_the_walk_of_an_operand_ends_in_a_launch(tmp_path: Path) -> None:
+    pytest.importorskip("cupy")
+    rows = re.findall(
+        r"^\| CuPy, (.*), (first|again) \| .* \| (.*) \|$", tool("walk.py", "cupy", cwd=tmp_path), re.MULTILINE
+    )
+    calls = ("attention_kl", "attention_kl_forward", "attention_kl_backward")
+    assert {(name, time) for name, time, _ in rows} == {(f"`{x}`", time) for x in calls for time in ("first", "again")}
+    for _, _, way in rows:
+        assert way.startswith("advice, api, call, ")
+        assert way.endswith(", launch")
+
+
 def test_pages_have_code() -> None:
     assert {"README.md", "index.md", "masks.md", "recipes.md"} <= {path.name for path in WITH_CODE}
 
