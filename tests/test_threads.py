@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -357,6 +359,22 @@ def test_without_threadpoolctl_blas_keeps_its_threads(
         numpy_only.judge(case, upstream(rng, (1, 1, 600)))
     finally:
         threads._libraries.cache_clear()
+
+
+def test_a_call_in_a_finalizer_at_the_end_of_the_process() -> None:
+    program = """
+        import faulthandler, functools
+        faulthandler.dump_traceback_later(30, exit=True)
+        from streamkl_cupy.concurrency import threads
+        threads.available = functools.partial(int, 3)  # a function of this module would keep it alive
+        threads._libraries()
+        class Last:
+            def __del__(self):
+                threads.Team(iter(range(4)), 3, True).run(lambda team: print(*team, flush=True))
+        last = Last()
+        """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("0 1 2 3\n", 0), done.stderr
 
 
 def test_no_thread_to_be_had(use: Set, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ give back. So each of these says how things are to be, not what is to change, an
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -327,6 +328,8 @@ class Team(Generic[T]):
         others: list[_Helper] = []
         try:
             for number in range(1, helpers + 1):
+                if sys.is_finalizing():
+                    break  # in a finalizer: no thread begins any more, and up to Python 3.11 its start waits for that
                 other = _Helper(partial(self._help, work), number)
                 others.append(other)
                 try:
