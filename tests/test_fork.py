@@ -70,10 +70,10 @@ def ended(pid):
 """
 
 
-def run(program: str, *flags: str, threads: int = 2) -> str:
+def run(program: str, *flags: str, threads: int = 2, before: str = "") -> str:
     counts = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     done = subprocess.run(
-        [sys.executable, *flags, "-c", COMMON + program],
+        [sys.executable, *flags, "-c", before + COMMON + program],
         cwd=ROOT, env={**os.environ, **counts}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -217,9 +217,11 @@ before = counts()
 held, over = threading.Event(), threading.Event()
 
 def hold():
-    with own._one_thread_each():
+    def work(helpers):
         held.set()
         over.wait()
+
+    own._one_thread_each(work)
 
 holder = threading.Thread(target=hold)
 holder.start()
@@ -247,6 +249,37 @@ assert threading.active_count() == 1, threading.enumerate()
 code = ended(child(lambda: everything(600)))
 assert code == 0, code
 """
+
+
+EARLY = """
+import ctypes, functools, os, signal
+
+raised = 0
+
+def interrupt(*_):
+    global raised
+    raised += 1
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGUSR1, interrupt)
+# What is registered first is the last thing before the fork.
+os.register_at_fork(before=functools.partial(ctypes.PyDLL(None)["raise"], int(signal.SIGUSR1)))
+"""
+SIGNALLED = """
+everything()
+try:
+    code = ended(child(lambda: 0))
+except KeyboardInterrupt:
+    code = 0
+assert (code, raised) == (0, 1)
+signal.alarm(30)
+everything()
+"""
+
+
+def test_a_signal_that_comes_during_a_fork() -> None:
+    """What its handler raises ends the first function that is called after the fork; calls do not wait for its end."""
+    run(SIGNALLED, before=EARLY)
 
 
 def test_no_thread_is_left_for_a_fork_to_warn_of() -> None:

@@ -910,3 +910,22 @@ def test_zigzag_is_even() -> None:
     for size in (2, 4, 8):
         work = [int((x + 1).sum()) for x in positions(16 * size, size)]
         assert len(set(work)) == 1
+
+
+def test_a_rank_that_gets_no_thread_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def one_alone(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", one_alone)
+    world = LocalWorld(2)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        world.run(lambda rank: rank.all_reduce(np.ones(1)))
+    started[0].join(20)
+    waiting = started[0].is_alive()
+    world._barrier.abort()
+    assert not waiting

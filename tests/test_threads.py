@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +16,7 @@ import pytest
 
 import streamkl_cupy
 from streamkl_cupy import call, patterns
-from streamkl_cupy.concurrency import threads
+from streamkl_cupy.concurrency import locks, threads
 from streamkl_cupy.numpy_backend import NumPyPlan
 from streamkl_cupy.numpy_backend import plan as cut
 from streamkl_cupy.numpy_backend.attention_kl import KLBlocks
@@ -251,6 +255,60 @@ def test_an_error_in_the_backward_wakes_who_waits_for_a_turn(use: Set, monkeypat
     assert more_threads() == 0
 
 
+class _Interrupt(BaseException):
+    pass
+
+
+def interrupted_after(steps: int, call: Callable[[], object]) -> bool:
+    """Call, and raise after so many steps where a signal handler can run: as a function of the package begins, or of
+    those that it waits in, and as a builtin that one of them calls returns."""
+    left = [steps]
+    mine = (threads.__file__, locks.__file__)
+    waits = ("join", "_wait_for_tstate_lock", "wait", "notify_all")
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        where, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event not in ("call", "c_return") or not (where in mine or (where == threading.__file__ and name in waits)):
+            return
+        if any(x.f_code is threading.Thread.start.__code__ for x, _ in traceback.walk_stack(frame)):
+            return  # a thread that nobody has seen start may come a little later
+        left[0] -= 1
+        if left[0] == -1:
+            raise _Interrupt  # which ends this looking, too
+
+    sys.setprofile(look)
+    try:
+        call()
+    except _Interrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    assert left[0] >= 0, "what was raised has not reached the caller"
+    return False
+
+
+def test_an_interrupt_leaves_nothing_behind(blas: Callable[[], list[int]]) -> None:
+    """Wherever it comes: BLAS has its threads again, those of the call have done, and no fork waits for it."""
+    main = threading.get_ident()
+    at_work: list[int] = []
+
+    def work(team: threads.Team[int]) -> None:
+        for task in team:
+            if threading.get_ident() != main:
+                at_work.append(task)
+                time.sleep(0.005)  # so that the caller is the one who waits
+                at_work.remove(task)
+            team.tell()
+
+    steps = 0
+    while interrupted_after(steps, lambda: threads.Team(iter(range(4)), 3, True).run(work)):
+        left = at_work, threads._held.calls, threads._gate.depth()
+        assert left == ([], {}, 0), (steps, left)
+        assert set(blas()) == {3}, steps
+        steps += 1
+    assert steps > 20
+
+
 def test_calls_in_several_threads(seen: Seen, blas: Callable[[], list[int]]) -> None:
     """They share the cores, whoever is last gives BLAS its threads back, and results are those of a call alone."""
     x = make(H=6, M=400, N=500, D_t=16).arrays
@@ -301,6 +359,22 @@ def test_without_threadpoolctl_blas_keeps_its_threads(
         numpy_only.judge(case, upstream(rng, (1, 1, 600)))
     finally:
         threads._libraries.cache_clear()
+
+
+def test_a_call_in_a_finalizer_at_the_end_of_the_process() -> None:
+    program = """
+        import faulthandler, functools
+        faulthandler.dump_traceback_later(30, exit=True)
+        from streamkl_cupy.concurrency import threads
+        threads.available = functools.partial(int, 3)  # a function of this module would keep it alive
+        threads._libraries()
+        class Last:
+            def __del__(self):
+                threads.Team(iter(range(4)), 3, True).run(lambda team: print(*team, flush=True))
+        last = Last()
+        """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("0 1 2 3\n", 0), done.stderr
 
 
 def test_no_thread_to_be_had(use: Set, monkeypatch: pytest.MonkeyPatch) -> None:

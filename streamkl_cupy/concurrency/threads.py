@@ -10,15 +10,18 @@ concerns the whole process, so the first call that does it takes note of the num
 
 A fork waits until no thread computes here, at most for a tile: OpenBLAS ends its threads before a fork, and where one
 is in the middle of a product, the parent can wait for it for ever.
+
+Ctrl-C, or whatever a signal handler raises, can come between any two steps of the caller's thread, also of those that
+give back. So each of these says how things are to be, not what is to change, and is done again where it was cut short.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -36,11 +39,17 @@ except ImportError:
     # there, as fast as they can.
     threadpoolctl = None
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 # Whoever waits for a thread looks up this often whether it still exists: a forked child has none but its own. A fork
 # waits no longer than that either, in case what computes cannot go on before it.
 PATIENCE = 1.0
+
+
+_forking: list[None] = []
+"""An entry for each fork that goes on now. Builtin functions alone change it: in a function of Python's own a signal
+handler can run, as one does whose signal came during the fork, and what it raised would leave the entry here."""
 
 
 class _Gate:
@@ -51,61 +60,66 @@ class _Gate:
     """
 
     def __init__(self) -> None:
-        self.forks = 0
         self._changed = threading.Condition()
         self._inside: dict[int, int] = {}
+
+    def depth(self) -> int:
+        """How often this thread has entered."""
+        return self._inside.get(threading.get_ident(), 0)
 
     def enter(self, depth: int = 1) -> None:
         """Begin to compute, once nobody forks; may be nested."""
         me, inside = threading.get_ident(), self._inside
         before = inside.get(me, 0)
         inside[me] = before + depth
-        while self.forks and not before:
+        while _forking and not before:
             del inside[me]
             with self._changed:
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: not self.forks)
+                self._changed.wait_for(lambda: not _forking, PATIENCE)
             inside[me] = depth
 
-    def leave(self) -> None:
-        """End what `enter` began."""
+    def leave(self, depth: int) -> None:
+        """Be as deep inside as before."""
         me = threading.get_ident()
-        depth = self._inside.pop(me)
-        if depth > 1:
-            self._inside[me] = depth - 1
-        elif self.forks:
-            with self._changed:
-                self._changed.notify_all()
+        if depth:
+            self._inside[me] = depth
+            return
+        self._inside.pop(me, None)
+        if _forking:
+            self.tell()
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Between `enter` and `leave`."""
-        self.enter()
+    def inside(self, step: Callable[[], R]) -> R:
+        """What a step gives that computes."""
+        before = self.depth()
         try:
-            yield
+            self.enter()
+            return step()
         finally:
-            self.leave()
+            try:
+                self.leave(before)
+            except BaseException:
+                self.leave(before)
+                raise
 
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Let others fork, in the middle of computing."""
+    def outside(self, step: Callable[[], object] = lambda: None) -> None:
+        """Let others fork, in the middle of computing and while a step is done that does not."""
         depth = self._inside.pop(threading.get_ident())
-        with self._changed:
-            self._changed.notify_all()
         try:
-            yield
+            self.tell()
+            step()
         finally:
             self.enter(depth)
 
-    def before_fork(self) -> None:
+    def wait(self) -> None:
+        """Until no other thread computes: who forks in the middle of it, in a signal handler, has not to wait for
+        itself."""
         with self._changed:
-            self.forks += 1
-            # Who forks in the middle of computing, in a signal handler, has not to wait for itself.
             self._changed.wait_for(lambda: not self._inside.keys() - {threading.get_ident()}, PATIENCE)
 
-    def after_fork(self) -> None:
+    def tell(self) -> None:
+        """Wake those who wait."""
         with self._changed:
-            self.forks = max(self.forks - 1, 0)
             self._changed.notify_all()
 
 
@@ -130,12 +144,32 @@ class _Library:
 
 
 class _Held:
-    """The calls that hold BLAS to one thread now, and what it had before."""
+    """The calls that hold BLAS to one thread now, with the helpers of each, and what BLAS had before."""
 
     def __init__(self) -> None:
-        self.calls: set[object] = set()
-        self.helpers = 0
+        self.calls: dict[object, int] = {}
         self.before: list[tuple[_Library, int]] = []
+
+    def take(self, call: object, wanted: int) -> int:
+        """Hold BLAS for a call; gives how many of the threads wanted are to be had."""
+        with _holding():
+            if not self.calls:
+                self.before = [(library, library.num_threads) for library in _libraries()]
+            self.calls[call] = 0
+            for library, _ in self.before:
+                library.set_num_threads(1)
+            if wanted:
+                # Calls at the same time share the cores. A result hangs on its plan, not on who computed what of it.
+                taken = len(self.calls) + sum(self.calls.values())
+                self.calls[call] = max(min(wanted, available() - taken), 0)
+            return self.calls[call]
+
+    def end(self, call: object) -> None:
+        """Nothing is held for a call any more."""
+        with _holding():
+            self.calls.pop(call, None)
+            if not self.calls:
+                self.give_back()
 
     def give_back(self) -> None:
         for library, count in self.before:
@@ -150,18 +184,17 @@ _holding = ForkLock()
 
 def _after_fork_in_child() -> None:
     global _gate, _held
-    _gate.forks = 0  # for a call that goes on in the child
+    _forking.clear()
     held, _gate, _held = _held, _Gate(), _Held()
     if held.calls:  # they are not here to give it back
         held.give_back()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: _gate.before_fork(),
-        after_in_parent=lambda: _gate.after_fork(),
-        after_in_child=_after_fork_in_child,
-    )
+    # What comes before a fork is called last one first, what comes after it first one first.
+    os.register_at_fork(before=lambda: _gate.wait(), after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=partial(_forking.append, None), after_in_parent=_forking.pop)
+    os.register_at_fork(after_in_parent=lambda: _gate.tell())
 
 
 @cache
@@ -169,8 +202,8 @@ def _libraries() -> tuple[_Library, ...]:
     """What holds NumPy's BLAS to a number of threads; nothing where that cannot be done in every thread."""
     if threadpoolctl is None:
         return ()
-    with _gate.inside():  # it walks over what the process has loaded, which is nothing to be cut short by a fork
-        found = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
+    # It walks over what the process has loaded, which is nothing to be cut short by a fork.
+    found = _gate.inside(lambda: threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers)
     # A wheel of NumPy brings its own library, and others in the process are none of our business.
     package = Path(np.__file__).resolve().parent
     folders = (package.parent / "numpy.libs", package / ".dylibs")
@@ -227,33 +260,38 @@ def quota() -> int:
     return max(-int(-least // 1), 1)
 
 
-@contextmanager
-def _one_thread_each(wanted: int = 0) -> Iterator[int]:
-    """Hold BLAS to one thread, together with whoever else does; gives how many of the threads wanted are to be had."""
+def _one_thread_each(work: Callable[[int], object], wanted: int = 0) -> None:
+    """Hold BLAS to one thread, together with whoever else does, while a work is done; it is told how many of the
+    threads wanted are to be had."""
     gate, held, me = _gate, _held, object()
-    helpers = 0
     try:
-        with gate.inside(), _holding():
-            if not held.calls:
-                held.before = [(library, library.num_threads) for library in _libraries()]
-            held.calls.add(me)
-            for library, _ in held.before:
-                library.set_num_threads(1)
-            if wanted:
-                # Calls at the same time share the cores. A result hangs on its plan, not on who computed what of it.
-                helpers = max(min(wanted, available() - len(held.calls) - held.helpers), 0)
-                held.helpers += helpers
-        yield helpers
+        work(gate.inside(lambda: held.take(me, wanted)))
     finally:
-        with gate.inside(), _holding():
-            held.helpers -= helpers
-            held.calls.discard(me)
-            if not held.calls:
-                held.give_back()
+        try:
+            gate.inside(lambda: held.end(me))
+        except BaseException:
+            gate.inside(lambda: held.end(me))
+            raise
 
 
 class Stopped(Exception):
     """Ends the work of a thread where another one of its call has failed."""
+
+
+class _Helper(threading.Thread):
+    """One more thread of a team. To wait for its end ask `over` first: after a `join` that an interrupt has cut short,
+    Python takes a thread for ended that still runs, up to version 3.12."""
+
+    def __init__(self, work: Callable[[], None], number: int) -> None:
+        super().__init__(name=f"streamkl_cupy-{number}")
+        self._work = work
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self.over.set()
 
 
 class Team(Generic[T]):
@@ -282,21 +320,22 @@ class Team(Generic[T]):
         `work` iterates over the team, which hands every task to one thread.
         """
         if self._hold:
-            with _one_thread_each(self.size - 1) as helpers:
-                self._run(work, helpers)
+            _one_thread_each(lambda helpers: self._run(work, helpers), self.size - 1)
         else:
             self._run(work, 0)
 
     def _run(self, work: Callable[[Team[T]], None], helpers: int) -> None:
-        others: list[threading.Thread] = []
+        others: list[_Helper] = []
         try:
             for number in range(1, helpers + 1):
-                other = threading.Thread(target=self._help, args=(work,), name=f"streamkl_cupy-{number}")
+                if sys.is_finalizing():
+                    break  # in a finalizer: no thread begins any more, and up to Python 3.11 its start waits for that
+                other = _Helper(partial(self._help, work), number)
+                others.append(other)
                 try:
                     other.start()
                 except RuntimeError:
                     break  # the system, or an interpreter that ends, gives no more threads; the work needs none
-                others.append(other)
             self._share(work)
         except Stopped:
             pass  # of what another thread raised, and this one raises below
@@ -304,13 +343,24 @@ class Team(Generic[T]):
             self._stop(None)
             raise
         finally:
-            for other in others:
-                while other.is_alive():
-                    other.join(PATIENCE)
+            try:
+                self._join(others)
+            except BaseException:
+                # They write to the caller's arrays, so they end before the call does.
+                self._stop(None)
+                self._join(others)
+                raise
         if others:
             self._check_forked()
         if self._error is not None:
             raise self._error
+
+    def _join(self, others: list[_Helper]) -> None:
+        for other in others:
+            while other.ident is not None and self._generation == locks.forks and not other.over.wait(PATIENCE):
+                pass
+            while other.is_alive():
+                other.join(PATIENCE)
 
     def __iter__(self) -> Iterator[T]:
         while True:
@@ -325,9 +375,8 @@ class Team(Generic[T]):
         """Between two steps of a task: end where the call has failed, and let others fork."""
         if self._stopped:
             raise Stopped
-        if self._gate.forks:
-            with self._gate.outside():
-                pass
+        if _forking:
+            self._gate.outside()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Sleep until something is so; `tell` says that it may be."""
@@ -336,10 +385,14 @@ class Team(Generic[T]):
         with self.lock:
             if ready():
                 return
-        with self._gate.outside(), self.lock:
-            while not self._stopped and not ready():
-                self._changed.wait(PATIENCE)
-                self._check_forked()
+
+        def sleep(changed: threading.Condition = self._changed) -> None:
+            with self.lock:
+                while not self._stopped and not ready():
+                    changed.wait(PATIENCE)
+                    self._check_forked()
+
+        self._gate.outside(sleep)
         self.pause()
 
     def tell(self) -> None:
@@ -349,12 +402,11 @@ class Team(Generic[T]):
                 self._changed.notify_all()
 
     def _share(self, work: Callable[[Team[T]], None]) -> None:
-        self._gate.enter()
-        try:
+        def compute() -> None:
             with np.errstate(all="ignore"):  # of this thread
                 work(self)
-        finally:
-            self._gate.leave()
+
+        self._gate.inside(compute)
 
     def _help(self, work: Callable[[Team[T]], None]) -> None:
         try:

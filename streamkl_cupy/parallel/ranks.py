@@ -149,10 +149,15 @@ class LocalWorld:
                 self._barrier.abort()
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            # The system gives no more threads, or Ctrl-C: those there are do not wait for the others either.
+            self._barrier.abort()
+            raise
         found = [error for error in errors if error is not None]
         for error in sorted(found, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
