@@ -571,8 +571,8 @@ def runner_for(problem: AnyProblem) -> Runner:
 def _remember(cache: dict[Any, Any], key: Any, value: Any, problem: AnyProblem) -> None:
     """Bounded, oldest out first: a program with ever new shapes must not grow for ever."""
     with _building():
-        while len(cache) >= LIMIT:
-            cache.pop(next(iter(cache)), None)
+        for oldest in list(cache)[: max(len(cache) - LIMIT + 1, 0)]:  # a copy, since `_forget` waits for nobody
+            cache.pop(oldest, None)
         cache[key] = value
     if problem.mask.blocks is not None:
         from .patterns.pattern import when_gone
