@@ -385,7 +385,7 @@ def _registers(work: Work, tile: _Row) -> tuple[int, int, int]:
     # Beside the sums of two tiles: packed rows say whose they are, and a step is carried over the start of the next.
     if tile.warp_tiles == 2 and work.packed_rows and teacher and not narrow:
         return 208, 64, 32
-    if tile.warp_tiles == 2 and _carries(work, tile) and (teacher or not (narrow or work.level < 2)):
+    if tile.warp_tiles == 2 and _carries(work, tile) and (teacher or (work.level > 1 and not narrow)):
         return 200, 72, 40
     holes = work.level > 1 and teacher and tile.warp_tiles == 1
     # A narrow type hands its gradients over as they are made; the other keeps them, beside four row vectors and a mask.
